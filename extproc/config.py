@@ -590,7 +590,7 @@ class Config(PoolReplicas):
         own = info.data.get("pool")
         if own in pools:
             raise ValueError(
-                f"{own!r} is the name of the pool itself (key 'pool'): choose another name"
+                f"{own!r} is already the name of the first pool (key 'pool'): choose another name"
             )
         return pools
 

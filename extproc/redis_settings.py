@@ -34,10 +34,13 @@ def connection_options(url: str) -> dict[str, Any]:
     try:
         parts = urlsplit(url)
         if "+" in parts.scheme:
-            raise ValueError("set redis.sentinels and redis.service, or redis.cluster")
+            raise ValueError(
+                "URLs with '+' are not supported: "
+                "set redis.sentinels and redis.service, or redis.cluster"
+            )
         options: dict[str, Any] = dict(parse_url(url))
     except ValueError as error:
-        readable = str(error).startswith(("Invalid value for", "set "))
+        readable = str(error).startswith(("Invalid value for", "URLs with"))
         raise ValueError(str(error) if readable else _FORMS) from None
     if parts.fragment or (parts.scheme == "unix" and not parts.path):
         raise ValueError(_FORMS)

@@ -5,10 +5,10 @@
 
 Everything except the GPUs is real: Envoy, Redis, router, the peers that `make peers` installed, and
 a process for each simulated replica. With `--servers`, running vLLM servers take the place of the
-simulated replicas. By default a turn is 16 s of arrivals at 4 times the trace's speed, from
-the third minute of the trace on. Each turn begins with fresh replicas. A router starts with the
+simulated replicas. By default a run is 16 s of arrivals at 4 times the trace's speed, from
+the third minute of the trace on. Each run begins with fresh replicas. A router starts with the
 hardware profiles of the fleet file (``believed``, right or wrong) and nothing else. The exit status
-is 0 when every contender applied its own policy and answered every request, 1 when a turn went
+is 0 when every contender applied its own policy and answered every request, 1 when a run went
 wrong, 2 when the comparison could not be made.
 """
 
@@ -222,7 +222,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--trace", type=arguments.paths, default=trace, metavar="FILE[,FILE]")
     arguments.add_part(parser, "--from", requests=False)
     parser.set_defaults(speed=_SPEED, skip=None, duration=None)
-    turns = "turns of each contender, each with the next part of the trace [2]"
+    turns = "runs of each contender, each with the next part of the trace [2]"
     add("--repeats", type=arguments.count, metavar="N", help=turns)
     names, split = "kind:policy, see benchmarks/README.md", lambda text: text.split(",")
     add("--contenders", type=split, metavar="a,b,c", help=names)
@@ -230,10 +230,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--programs", type=Path, metavar="DIR", help=programs)
     add("--stream-share", type=probability, default=0.5, metavar="F", help="[0.5]")
     add("--seed", type=int, default=0)
-    fault = f"part that fails in each turn, and how: {', '.join(FAULTS)}"
+    fault = f"part that fails in each run, and how: {', '.join(FAULTS)}"
     add("--fault", choices=FAULTS, metavar="PART-WAY", help=fault)
     add("--at", type=number, metavar="S", help="time of the fault [half of --duration]")
-    add("--quick", action="store_true", help="two minutes: without peers, a single turn of 6 s")
+    add("--quick", action="store_true", help="two minutes: without peers, a single run of 6 s")
     arguments.add_outputs(parser)
     args = parser.parse_args(argv)
     args.skip = _FROM_S / args.speed if args.skip is None else args.skip

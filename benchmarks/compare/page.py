@@ -145,7 +145,7 @@ def measure(folder: Path, programs: Path | None) -> bool:
             if measurement.contenders:
                 command += ["--contenders", ",".join(_installed(measurement, programs)), *where]
             command += ["--json", str(unfinished.absolute())]
-            # Status 1: measured, but a turn went wrong, which the figures say.
+            # Status 1: measured, but a run went wrong, which the figures say.
             if subprocess.call(command, cwd=_ROOT) not in (0, 1):
                 return False
             unfinished.rename(file)
@@ -233,7 +233,7 @@ def _outcome() -> Iterator[str]:
         ]
         beside = measured["figures"]["beside_best"]
         ratios = {name: values and values["ratio"] for name, values in beside.items()}
-        rows.append(["this router ÷ the best other of a turn", *_headlines(ratios), ""])
+        rows.append(["this router ÷ the best other of a run", *_headlines(ratios), ""])
         yield f"### {measurement.heading}\n"
         yield from table_of(["", *(metric.name for metric in HEADLINES), "failed"], rows)
         yield from _origin(measured)

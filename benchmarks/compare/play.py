@@ -1,4 +1,4 @@
-"""Turns: a contender is started anew, put under load and observed, in some turns with a fault."""
+"""Runs: a contender is started anew, put under load and observed, in some runs with a fault."""
 
 import argparse
 import asyncio
@@ -22,7 +22,7 @@ from extproc.ground.clock import wall
 from extproc.lab.harness.pages import get_json
 from extproc.lab.harness.processes import Process, ProcessError, flags
 
-TIMEOUT_S = 45.0  # of an answer, in a turn with a fault
+TIMEOUT_S = 45.0  # of an answer, in a run with a fault
 _SLOWER = 4.0  # factor of every step's time on a slow replica
 _SIGNALS = {"killed": signal.SIGKILL, "hung": signal.SIGSTOP}
 REPLICA_FAULTS = "replica-killed", "replica-hung", "replica-slow"
@@ -127,7 +127,7 @@ async def play(
     repeat: int,
     directory: Path,
 ) -> dict[str, Any]:
-    """Plays a turn. Returns the result of the load client, with observations of the machine and the
+    """Plays a run. Returns the result of the load client, with observations of the machine and the
     contender.
 
     Raises ProcessError if the contender, a replica or the load client fails.

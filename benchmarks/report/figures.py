@@ -43,7 +43,7 @@ HEADLINES = [metric for metric in METRICS if metric.headline]
 
 @dataclass(frozen=True)
 class TurnSpread:
-    """Median, lowest and highest value of a contender's turns."""
+    """Median, lowest and highest value of a contender's runs."""
 
     median: float
     least: float
@@ -60,20 +60,20 @@ class TurnSpread:
 class Beside:
     """Figure of a contender, compared with the best other contender.
 
-    Figures are compared only within the same turn, and only if neither contender's turn is in
+    Figures are compared only within the same run, and only if neither contender's run is in
     doubt.
     """
 
     mine: TurnSpread
-    best: TurnSpread  # of the best other contender of each turn
+    best: TurnSpread  # of the best other contender of each run
     names: tuple[str, ...]  # of the best other contenders, the most frequent first
     ratio: TurnSpread
-    less: int  # turns in which the contender's figure is less
+    less: int  # runs in which the contender's figure is less
     more: int
 
     @property
     def better(self) -> bool | None:
-        """True if better in all turns, False if worse in all; None if mixed or a single turn."""
+        """True if better in all runs, False if worse in all; None if mixed or a single run."""
         turns = self.ratio.turns
         if turns < 2 or turns not in (self.less, self.more):
             return None
@@ -100,7 +100,7 @@ class ContenderRuns:
 
     @cached_property
     def figures(self) -> dict[str, dict[int, float]]:
-        """Values by metric and turn; turns without a value are missing."""
+        """Values by metric and run; runs without a value are missing."""
         values = {
             metric.name: {run.repeat: metric.figure(run) for run in self.runs} for metric in METRICS
         }
@@ -110,7 +110,7 @@ class ContenderRuns:
         }
 
     def sound(self, metric: Metric) -> dict[int, float]:
-        """Values of a metric by turn, without turns in doubt."""
+        """Values of a metric by run, without runs in doubt."""
         values = self.figures[metric.name]
         return {turn: value for turn, value in values.items() if turn not in self.doubtful}
 
@@ -130,7 +130,7 @@ def contenders(results: Results) -> list[ContenderRuns]:
 
 
 def spread(contender: ContenderRuns, metric: Metric) -> TurnSpread | None:
-    """Spread over all turns, in doubt or not; None if no turn has the figure."""
+    """Spread over all runs, in doubt or not; None if no run has the figure."""
     values = contender.figures[metric.name].values()
     return TurnSpread.of(values) if values else None
 
@@ -138,7 +138,7 @@ def spread(contender: ContenderRuns, metric: Metric) -> TurnSpread | None:
 def beside_best(
     contender: ContenderRuns, others: Iterable[ContenderRuns], metric: Metric
 ) -> Beside | None:
-    """Compares a contender with the lowest figure of the others in the same turn; None if no turn
+    """Compares a contender with the lowest figure of the others in the same run; None if no run
     can be compared."""
     own = contender.sound(metric)
     sound = [(other.name, other.sound(metric)) for other in others if other is not contender]

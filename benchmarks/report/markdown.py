@@ -28,7 +28,7 @@ _KINDS = {
 _PICTURE = "figures.png"
 _GLANCE = f"""## At a glance
 
-Shorter is better. Bar: median of the turns; line: from the least to the greatest.
+Shorter is better. Bar: median of the runs; line: from the least to the greatest.
 
 ![At a glance]({_PICTURE})"""
 _MARKUP = re.compile(r"[\\`*_{}\[\]<>#|~$]")
@@ -105,7 +105,7 @@ def _figures(results: Results, every: Sequence[ContenderRuns]) -> str:
 def _harm(results: Results, every: Sequence[ContenderRuns]) -> str:
     rows = (map(escaped, row) for row in harm_rows(results, every))
     note = (
-        "Counts are sums over all turns, until and slowest the highest of all turns, and other "
+        "Counts are sums over all runs, until and slowest the highest of all runs, and other "
         "times medians."
     )
     return "\n".join([*table_of(["", *HARM_HEAD], rows), "", note])
@@ -115,10 +115,10 @@ def _notes(results: Results, every: Sequence[ContenderRuns]) -> Iterator[str]:
     turns = max(len(contender.runs) for contender in every)
     yield "Times are in seconds."
     if turns > 1:
-        yield f"Each is the median of {turns} turns (least…greatest)."
-        yield "Requests are those of a single turn, failed requests those of all turns."
+        yield f"Each is the median of {turns} runs (least…greatest)."
+        yield "Requests are those of a single run, failed requests those of all runs."
     if any(contender.doubtful for contender in every):
-        yield "!: some turns are in doubt. They are in the figures, but in no comparison."
+        yield "!: some runs are in doubt. They are in the figures, but in no comparison."
     if len(results.ours) > 1:
         yield "The sentences above compare with other routers, not with this router's policies."
     for contender in every:
@@ -127,8 +127,8 @@ def _notes(results: Results, every: Sequence[ContenderRuns]) -> Iterator[str]:
 
 
 def _counts(contender: ContenderRuns) -> Iterator[str]:
-    """Cells of a contender: requests in a turn, how many of them were streamed, and failed requests
-    in all turns."""
+    """Cells of a contender: requests in a run, how many of them were streamed, and failed requests
+    in all runs."""
     streamed = [[request.streamed for request in run.counted] for run in contender.runs]
     known = any(flag is not None for run in streamed for flag in run)
     yield _count([len(run.counted) for run in contender.runs])

@@ -42,7 +42,7 @@ def bars(panels: Panels, highlighted: str) -> bytes:
     """PNG with a panel for each title, and in each panel a bar from zero for each name.
 
     The bar named ``highlighted`` is blue, the others are grey. A bar ends at the median, where its
-    figure and mark stand. A line spans the lowest and the highest turn.
+    figure and mark stand. A line spans the lowest and the highest run.
     """
     names = list(dict.fromkeys(name for rows in panels.values() for name in rows))
     figure = Figure((1.8 + 2.9 * len(panels), 0.9 + 0.32 * len(names)), layout="compressed")

@@ -29,13 +29,13 @@ _TERMS = (
     "Later: requests sent after the fault that failed; until: time from the fault to the last of "
     "them. Slowest: longest request that ended after the fault, failed or not. Before and after: "
     "completion of answered requests sent before (without hit requests) and after the fault. "
-    "!: some turns are in doubt."
+    "!: some runs are in doubt."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Harm:
-    """Harm that a fault did in a turn; times in seconds."""
+    """Harm that a fault did in a run; times in seconds."""
 
     hit: int  # requests in flight on the part at the time of the fault
     lost: int  # hit requests that failed
@@ -80,8 +80,8 @@ def _completions(requests: Sequence[RequestResult]) -> list[float]:
 
 
 def harm_rows(results: Results, every: Sequence[ContenderRuns]) -> Iterator[list[str]]:
-    """Rows of a contender's name and figures. Counts are sums over turns, ``until`` and ``slowest``
-    the highest of all turns, and other times medians."""
+    """Rows of a contender's name and figures. Counts are sums over runs, ``until`` and ``slowest``
+    the highest of all runs, and other times medians."""
     for contender in every:
         yield [marked(contender), *_cells([harm(run) for run in contender.runs if run.fault])]
     for name in results.without_part:
@@ -136,7 +136,7 @@ def outcome(results: Results, every: Sequence[ContenderRuns]) -> list[str]:
 
 
 def comparison(results: Results, every: Sequence[ContenderRuns]) -> Iterator[str]:
-    """Sentences that compare this router with the best of the others, and name turns in doubt."""
+    """Sentences that compare this router with the best of the others, and name runs in doubt."""
     subject, others = rivals(every, results.ours)
     if subject is None:
         yield f"{results.ours[0]} has no run: nothing is compared."
@@ -148,11 +148,11 @@ def comparison(results: Results, every: Sequence[ContenderRuns]) -> Iterator[str
         f"{contender.name} in {of_turns(contender)}" for contender in every if contender.doubtful
     ]
     if doubtful:
-        yield f"In doubt: {', '.join(doubtful)}. Comparisons leave these turns out."
+        yield f"In doubt: {', '.join(doubtful)}. Comparisons leave these runs out."
 
 
 def marked(contender: ContenderRuns) -> str:
-    """Name of a contender, with a mark if some of its turns are in doubt."""
+    """Name of a contender, with a mark if some of its runs are in doubt."""
     return f"{contender.name} !" if contender.doubtful else contender.name
 
 
@@ -162,9 +162,9 @@ def figure_cells(contender: ContenderRuns, metrics: Iterable[Metric]) -> list[st
 
 
 def of_turns(contender: ContenderRuns) -> str:
-    """Share of a contender's turns that are in doubt, as ``1 of 3 turns``."""
+    """Share of a contender's runs that are in doubt, as ``1 of 3 runs``."""
     turns = len(contender.runs)
-    return f"{len(contender.doubtful)} of {turns} turn{'s' * (turns > 1)}"
+    return f"{len(contender.doubtful)} of {turns} run{'s' * (turns > 1)}"
 
 
 def _headlines(subject: ContenderRuns, others: list[ContenderRuns]) -> Iterator[str]:
@@ -180,17 +180,17 @@ def _headlines(subject: ContenderRuns, others: list[ContenderRuns]) -> Iterator[
         elif turns is not None:
             yield f"{metric.name}: {short(turns.median)} s."
     if others and not any(compared):
-        yield f"Nothing is compared: in no turn are both {subject.name} and another without doubt."
+        yield f"Nothing is compared: in no run are both {subject.name} and another without doubt."
 
 
 def _verdict(beside: Beside) -> str:
     turns, least, most = beside.ratio.turns, short(beside.ratio.least), short(beside.ratio.most)
     if turns == 1:
-        return "in a single turn, which shows no spread"
+        return "in a single run, which shows no spread"
     where = "" if least == most else f" ({least}…{most})"
     if beside.better is None:
-        return f"better in {beside.less} of {turns} turns{where}: no clear difference"
-    return f"{'better' if beside.better else 'worse'} in all {turns} turns{where}"
+        return f"better in {beside.less} of {turns} runs{where}: no clear difference"
+    return f"{'better' if beside.better else 'worse'} in all {turns} runs{where}"
 
 
 _NAME = 30
@@ -234,17 +234,17 @@ def terminal_result(measured: Mapping[str, Any]) -> str:
         lines = [*paragraph(describe_fault(results.fault), 0), "", *table(heads, rows)]
     else:
         lines = [*_figures(results, every)]
-    health = f"{len(results.runs)} turns of {len(every)} contenders: {_health(results)}"
+    health = f"{len(results.runs)} runs of {len(every)} contenders: {_health(results)}"
     return "\n".join([*lines, "", health])
 
 
 def _figures(results: Results, every: list[ContenderRuns]) -> Iterator[str]:
     turns = max(len(contender.runs) for contender in every)
-    yield f"Seconds; median of {turns} turns (least…most)" if turns > 1 else "Seconds"
+    yield f"Seconds; median of {turns} runs (least…most)" if turns > 1 else "Seconds"
     heads = [Column("", left=True), *(Column(metric.name) for metric in HEADLINES)]
     yield from table(heads, [[marked(each), *figure_cells(each, HEADLINES)] for each in every])
     if any(contender.doubtful for contender in every):
-        yield "!: some turns are in doubt"
+        yield "!: some runs are in doubt"
     yield ""
     yield from comparison(results, every)
 
@@ -259,7 +259,7 @@ def _health(results: Results) -> str:
 
 
 def median_and_range(turns: TurnSpread | None) -> str:
-    """``12.2 (10.7…13.8)``; the median alone for a single turn; ``–`` for None."""
+    """``12.2 (10.7…13.8)``; the median alone for a single run; ``–`` for None."""
     if turns is None:
         return "–"
     least, most = short(turns.least), short(turns.most)

@@ -49,7 +49,7 @@ def _has_route_timeouts(file: EnvoyFile) -> bool:
 
 
 def _takes_one_address(file: EnvoyFile) -> list[Node]:
-    """Return the clusters of replicas without override_host, which accept no list of addresses."""
+    """Return the replica clusters that lack override_host: they accept one address, not a list."""
     return [cluster for cluster in file.replica_clusters if not file.all(OVERRIDE_HOST, cluster)]
 
 

@@ -52,8 +52,8 @@ Path = tuple[str | int, ...]  # keys and indices that lead to a place in the tre
 class Node(dict[str, Any]):
     """A message as a dict of its fields by ``snake_case`` name.
 
-    Enums are names and durations ``timedelta``. A missing field reads as its default in proto3, a
-    missing message as an empty node.
+    Enums are given as names, durations as ``timedelta``. A missing field reads as its default in
+    proto3, a missing message as an empty node.
     """
 
     def __init__(self, cls: type[Any], path: Path, fields: Mapping[str, Any] | None = None) -> None:

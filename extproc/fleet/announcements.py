@@ -28,7 +28,9 @@ class SentPrompt(Struct, array_like=True, eq=False):
 
     def __post_init__(self) -> None:
         if not (0.0 < self.unit < inf and 0.0 <= self.tokens < inf):
-            raise ValueError(f"impossible prompt: {self.tokens} tokens in units of {self.unit}")
+            raise ValueError(
+                f"a prompt needs tokens >= 0 and unit > 0, both finite: {self.tokens}, {self.unit}"
+            )
 
 
 class PromptLog:

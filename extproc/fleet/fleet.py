@@ -296,7 +296,7 @@ class Fleet:
 
         Args:
             replica: ``ip:port``.
-            usual_steps: predicted time to the first token, in usual steps of the replica.
+            usual_steps: predicted time to the first token ÷ the replica's usual step time.
             seconds: actual time to the first token.
         """
         if self.needs_first_token(replica):

@@ -31,7 +31,7 @@ class ModelNames:
         return next((name for name in self.served(model) if name in names), None)
 
     def named(self, model: str, names: Container[str]) -> str:
-        """Returns :meth:`known`, or the model's first name if the replica lists none of them."""
+        """Returns the name among a replica's ``names`` for the model, or else its first name."""
         return self.known(model, names) or self.served(model)[0]
 
     def requestable(self, served: Iterable[str]) -> list[str]:

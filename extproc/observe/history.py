@@ -98,7 +98,7 @@ class Average:
         self._at = clock()
 
     def add(self, value: float) -> None:
-        """Add the figure's value since the last call."""
+        """Add the value that the figure had during the time since the last call."""
         now = self._clock()
         faded = exp(-min(now - self._at, _GAP_S) / _FADES_S)
         self.value = faded * self.value + (1.0 - faded) * value

@@ -39,8 +39,8 @@ def _prior() -> Floats:
 
 
 def _suffix_sums(weights: Floats) -> Floats:
-    """Suffix sums of sequences in each histogram (index 0 of a new first axis) and of their tokens
-    (index 1)."""
+    """Returns suffix sums of histograms: at ``[0, …, i]`` the sequences in bucket ``i`` and in all
+    later buckets, at ``[1, …, i]`` the tokens of these sequences."""
     sequences_and_tokens = np.stack([weights, weights * _LENGTHS])
     sums: Floats = np.zeros((*sequences_and_tokens.shape[:-1], _SUMS))
     sums[..., :-1] = sequences_and_tokens[..., ::-1].cumsum(axis=-1)[..., ::-1]
@@ -128,7 +128,8 @@ class OutputLengths:
         return row
 
     def release(self, begin: int) -> None:
-        """Releases a row that :meth:`hold` returned; ``begin``: first index from :meth:`place`."""
+        """Releases a row that :meth:`hold` returned. ``begin``: first of the two indices that
+        :meth:`place` returned for the row."""
         self._in_flight[begin // _SUMS] -= 1
 
     def _table(self, kind: _Kind) -> _Rows:
@@ -211,7 +212,7 @@ class OutputLengths:
     def reached(self, begin: Indices, progress: Floats) -> tuple[Indices, Floats]:
         """Finds the bucket of each sequence by its progress, in generated tokens. Returns the
         bucket's index into the flattened suffix sums, and the progress at which the next bucket
-        begins. ``begin``: first index that :meth:`place` returned."""
+        begins. ``begin``: for each sequence, the first index that :meth:`place` returned."""
         longer = _LENGTHS.searchsorted(progress, "right")
         return begin + longer, _NEXT[longer]
 
@@ -244,9 +245,9 @@ class OutputLengths:
 
 @lru_cache(maxsize=16)
 def _spread(edges: tuple[float, ...]) -> Floats:
-    """Suffix sums for each bucket of a replica's histogram, as if the bucket had one request,
-    spread evenly over its lengths. ``edges``: upper bounds of the buckets; cached, because replicas
-    use few different bounds."""
+    """Returns suffix sums for one request in each bucket of a replica's histogram. The request is
+    spread evenly over the lengths in its bucket. ``edges``: upper bounds of the buckets; cached,
+    because replicas use few different bounds."""
     shares = np.zeros((len(edges), len(_LENGTHS)))
     lower = 0
     for share, edge in zip(shares, edges, strict=True):

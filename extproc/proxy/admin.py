@@ -53,8 +53,8 @@ def _states(pools: Iterable[Services]) -> Iterator[dict[str, object]]:
 
 
 async def _array(items: Iterable[object]) -> bytes:
-    """Encodes a JSON array. The event loop may serve requests between two items, because a large
-    fleet takes long to encode."""
+    """Encodes a JSON array. After each item, the event loop may serve requests, because a
+    large fleet takes long to encode."""
     encoded = []
     for item in items:
         encoded.append(json.encode(item))

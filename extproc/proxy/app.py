@@ -150,8 +150,8 @@ async def follow_state(config: Config, fleet: Fleet, skips: Skips | None = None)
 
 
 async def apply(change: Change, fleet: Fleet) -> None:
-    """Applies a change of the shared state to the fleet. The event loop may serve requests between
-    two replicas."""
+    """Applies a change of the shared state to the fleet. After each replica, the event loop may
+    serve requests."""
     match change:
         case Snapshot(states, ages):
             # A Redis that was just started holds few replicas yet: a missing replica is dropped

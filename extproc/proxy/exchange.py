@@ -167,8 +167,8 @@ class Exchange:
     def end_if_hung(self, hung: Container[str]) -> bytes | None:
         """Ends the request if its replica is in ``hung``.
 
-        Returns the message that makes Envoy answer the client, or break off a response that has
-        begun. Returns None if the replica is not hung.
+        Returns the message that makes Envoy answer the client or, if a response has begun, break
+        it off. Returns None if the request goes on.
         """
         if self._in_flight is None or self._in_flight.served_by not in hung or not self.steered:
             return None

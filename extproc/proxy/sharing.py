@@ -74,7 +74,7 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, delays: De
 
 
 async def _receive(reader: Reader[T], take: Callable[[T], None]) -> None:
-    """Calls ``take`` with each change; the event loop may serve requests between two changes."""
+    """Calls ``take`` with each change. After each change, the event loop may serve requests."""
     async with aclosing(reader.changes()) as changes:
         async for change in changes:
             take(change)

@@ -79,7 +79,7 @@ async def _body_first(exchange: Exchange) -> None:
 
 
 async def _headers_first(exchange: Exchange) -> None:
-    """Serves a request whose headers come first, and then the body, unless the headers suffice.
+    """Serves a request whose headers come before its body. Reads the body only if it is needed.
 
     The reply to the headers tells Envoy whether to send the body and the response.
     """

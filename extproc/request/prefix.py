@@ -32,7 +32,7 @@ class Prefix:
     """Beginning of a prompt that a prefix cache may hold, as keys."""
 
     keys: Keys  # one for each whole unit, computed from the prompt up to the end of the unit
-    unit: float  # tokens in a unit
+    unit: float  # tokens of the prompt in each unit
     tokens: float  # of the whole prompt, including the parts without keys
     whole: int = 0  # key of the whole prompt; 0: not known
     previous_key: int = 0

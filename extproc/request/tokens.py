@@ -85,7 +85,7 @@ class TokenCounter:
         return prompts.read(endpoint, fields) if prompts and size <= _MAX_TEXTS else None
 
     def bytes_per_token(self, model: str) -> float:
-        """Return the learned ratio of a model; without reports, the configured ratio."""
+        """Return a model's ratio: learned, or configured until a replica reports token usage."""
         return self._bytes.of(model)
 
     def image_tokens(self, model: str) -> int:

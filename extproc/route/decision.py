@@ -84,7 +84,8 @@ class Forecast(Struct, eq=False):
 
     @property
     def predicts_hits(self) -> bool:
-        """True if the hits that the response reports show whether the prefix index is right."""
+        """True if this request tests the prefix index: its reported hits can be compared with the
+        expected ones."""
         return self.hits_estimated and self.profile.sequences == 1
 
 

@@ -1,4 +1,4 @@
-"""Order in which queued requests start: fair shares of tenants, and lines by due time."""
+"""Order in which queued requests start: priority, fair share of the tenant, then due time."""
 
 from bisect import bisect_left, insort
 from collections import Counter

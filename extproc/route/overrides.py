@@ -35,8 +35,8 @@ def by_owner(owner: str, situation: Situation) -> Choice:
 
 def by_session(home: str, most_s: float, situation: Situation, otherwise: Choice) -> Choice:
     """Choose the session's replica ``home`` if the request ends there at most ``most_s`` seconds
-    later than on the replica that ends it first; if not, choose as ``otherwise``. The second choice
-    is the best other replica by the scores of ``otherwise``."""
+    later than on the replica that ends it first; if not, choose as ``otherwise``. For the
+    second choice, the scores of ``otherwise`` rank the other replicas."""
     view, completion = situation.view, situation.prediction.completion
     there = view.ids.index(home) if home in view.ids else None
     ends = inf if there is None else completion.item(there)
@@ -78,8 +78,8 @@ def lateness(
 
 
 def by_target(late: Floats, situation: Situation, otherwise: Choice) -> Choice:
-    """Choose among the replicas that meet all targets. The second choice is the best other replica
-    by the scores of ``otherwise``, the choice without targets.
+    """Choose among the replicas that meet all targets. ``otherwise`` is the choice without targets;
+    for the second choice, its scores rank the other replicas.
 
     If a target bounds the decode time, the lowest ``completion/2 + cost to others + avoidable
     prefill`` wins, which leaves fast replicas to requests without such a target. If only the first

@@ -57,8 +57,8 @@ def as_good(prediction: Prediction, scores: Floats) -> Indices:
 def soonest(situation: Situation, equal: Indices) -> Indices:
     """Return the candidates whose first token comes soonest, among candidates with equal scores.
 
-    Times that differ by less than a step count as equal: a request arrives at a random moment of a
-    step.
+    Times at most a step after the soonest count as equal to it: a request arrives at a random
+    moment of a step.
     """
     ttft, step = situation.prediction.ttft[equal], least(situation.view.c0[equal])
     return equal[ttft <= least(ttft) + step]

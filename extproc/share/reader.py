@@ -39,8 +39,8 @@ async def keys_after(redis: Redis, beginning: str) -> list[str]:
 async def stored_values(
     redis: Redis, keys: Sequence[str]
 ) -> AsyncIterator[list[tuple[str, bytes, float]]]:
-    """Yields pages of (key, value, seconds until it expires) for the keys that hold a string. The
-    event loop may serve requests between two pages."""
+    """Yields pages of (key, value, seconds until it expires) for the keys that hold a string. After
+    each page, the event loop may serve requests."""
     for first in range(0, len(keys), _VALUES_PAGE):
         page = keys[first : first + _VALUES_PAGE]
         async with in_time(), redis.pipeline(transaction=False) as pipe:

@@ -60,7 +60,7 @@ def test_interrupted_measurement_continues(tmp_path: Path, monkeypatch: pytest.M
         written = Path(command[command.index("--json") + 1])
         written.write_text(json.dumps(_fault()))
         measured.append(written.stem)
-        return -15 if len(measured) == 3 else 1  # 1: measured, but a turn went wrong
+        return -15 if len(measured) == 3 else 1  # 1: measured, but a run went wrong
 
     monkeypatch.setattr(page, "RESULTS", tmp_path)
     monkeypatch.setattr(subprocess, "call", call)

@@ -97,7 +97,7 @@ def test_page_begins_with_conclusions(both: tuple[Json, Path]) -> None:
     said = ReportPage((both[1] / PAGE).read_text()).said
     assert len(said) == 4
     assert said[0].startswith(
-        "Completion, p99: ours is 0.500× the best other (theirs), better in all 3 turns. "
+        "Completion, p99: ours is 0.500× the best other (theirs), better in all 3 runs. "
     )
 
 
@@ -116,7 +116,7 @@ def test_own_contenders_and_references_are_not_rivals() -> None:
     oracle["run"]["reference"] = True
     runs = [run("envoy", 4), run("ours b", 1), run("ours a", 2), oracle]
     page = page_without_picture(compared(*runs, ours=["ours a", "ours b"]))
-    assert "ours a is 0.500× the best other (envoy), in a single turn" in page.said[0]
+    assert "ours a is 0.500× the best other (envoy), in a single run" in page.said[0]
     assert "oracle cannot exist in production" in page.text
 
 
@@ -208,7 +208,7 @@ def test_ratio_is_to_the_best_other_of_the_same_turn() -> None:
 
 
 NO_RUN = "us has no run: nothing is compared."
-ALONE = "Nothing is compared: in no turn are both us and another without doubt."
+ALONE = "Nothing is compared: in no run are both us and another without doubt."
 
 
 @pytest.mark.parametrize(
@@ -216,25 +216,25 @@ ALONE = "Nothing is compared: in no turn are both us and another without doubt."
     [
         (
             turns(us=(1.0, 2.0), them=(2.0, 5.0)),
-            "Completion, mean: us is 0.450× the best other (them), better in all 2 turns "
+            "Completion, mean: us is 0.450× the best other (them), better in all 2 runs "
             "(0.400…0.500). 1.50 s against 3.50 s.",
         ),
-        (turns(us=(2.0, 5.0), them=(1.0, 2.0)), "worse in all 2 turns (2.00…2.50)"),
+        (turns(us=(2.0, 5.0), them=(1.0, 2.0)), "worse in all 2 runs (2.00…2.50)"),
         (
             turns(us=(1.0, 1.0, 2.0), them=(2.0, 2.0, 1.0)),
-            "better in 2 of 3 turns (0.500…2.00): no clear difference",
+            "better in 2 of 3 runs (0.500…2.00): no clear difference",
         ),
-        (turns(us=(1.0,) * 2, a=(1.0,) * 2), "better in 0 of 2 turns: no clear difference"),
+        (turns(us=(1.0,) * 2, a=(1.0,) * 2), "better in 0 of 2 runs: no clear difference"),
         (
             turns(us=(0.5,), them=(3.0,)),
-            "Completion, mean: us is 0.167× the best other (them), in a single turn, which shows "
+            "Completion, mean: us is 0.167× the best other (them), in a single run, which shows "
             "no spread. 0.500 s against 3.00 s.",
         ),
-        (turns(us=(1.0, 1.0), them=(2.0, 2.0)), "better in all 2 turns. 1.00 s"),
+        (turns(us=(1.0, 1.0), them=(2.0, 2.0)), "better in all 2 runs. 1.00 s"),
         (turns(us=(1.0, 1.0, 1.5), them=(2.0,) * 3), "1.00 (1.00…1.50)"),
         (
             about_us(turn("us", 0, 1.0), turn("us", 1, 0.1, **DOUBT), turn("them", 0, 2.0)),
-            "us is 0.500× the best other (them), in a single turn",
+            "us is 0.500× the best other (them), in a single run",
         ),
         (about_us(turn("us", 0, 1.0), turn("them", 0, 2.0, **WRONG)), ALONE),
         (about_us(turn("us", 0, 1.0, **DOUBT), turn("them", 0, 2.0)), ALONE),
@@ -270,4 +270,4 @@ def test_turn_in_doubt_is_never_the_best_other(wrong: Json) -> None:
     assert beside["ratio"] == {"median": 0.375, "least": 0.25, "most": 0.5, "turns": 2}
     printed = terminal_result(results)
     assert "fast ! " in printed
-    assert "In doubt: fast in 1 of 2 turns. Comparisons leave these turns out." in printed
+    assert "In doubt: fast in 1 of 2 runs. Comparisons leave these runs out." in printed

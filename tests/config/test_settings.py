@@ -171,7 +171,7 @@ def test_invalid_value_is_one_line_in_words_of_yaml(text: str, problem: str, wri
         *((f"{section}: {{{name}: 'x tenant:'}}", f"{section}.{name}: ", "pattern")
           for section, name in (("route", "session_header"), ("request", "tenant_header"),
                                 ("hold", "objective_header"))),
-        ("pools: {default: {}}", "pools: ", "'default' is the name of the pool itself"),
+        ("pools: {default: {}}", "pools: ", "'default' is already the name of the first pool"),
         ("pools: {a b: {}}", "pools.a b", ""),
         ("pools: {batch: {replica: [a:1]}}", "unknown key 'pools.batch.replica'", ""),
         ("pools: {batch: {replicas: [a]}}", "pools.batch.replicas.0.url: ",

@@ -56,8 +56,8 @@ def recorded(scene: Scene) -> Played:
 
 
 def counted(scene: Scene, kind: str = "completion_s") -> Indices:
-    """Return the indices of the requests that figures of a kind count: completed and refused
-    requests, except near both ends of the record. TTFT figures count only streams."""
+    """Return the indices of the requests that enter figures of this kind: completed and refused
+    requests, except near both ends of the record. Only streams enter figures of TTFT."""
     at, truth = _times(scene), recorded(scene)
     edge = min(scene.lasts_s * _EDGE, _LONGEST_EDGE_S)
     seen: NDArray[np.bool_] = np.isfinite(truth.completion_s) | (np.array(truth.replicas) == "")

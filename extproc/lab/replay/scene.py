@@ -79,7 +79,8 @@ class ReplayReplica:
         return replace(self, phases=tuple(phases))
 
     def on(self, hardware: HardwareProfile, step: StepModel | None) -> "ReplayReplica":
-        """Return the replica on other hardware; ``step`` None: with its profile's step times."""
+        """Return the replica on other hardware. ``step``: step times there; None: those of the
+        profile."""
         longest = self.state.max_model_len
         moved = self.with_state(
             profile=hardware.name,
