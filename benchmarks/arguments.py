@@ -95,6 +95,11 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
 
 
+def add_programs(parser: argparse.ArgumentParser) -> None:
+    programs = "folder of epp (llm-d) and gateway-plugins (AIBrix) [PATH]"
+    parser.add_argument("--programs", type=Path, metavar="DIR", help=programs)
+
+
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write all figures and every request")

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from benchmarks.trace import first_problem
 from extproc.ground.yaml_file import read_yaml
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.features import ACCEPTANCE, LoadedAdapters, Speculation
@@ -136,9 +137,7 @@ def read(path: Path) -> FleetFile:
     try:
         return FleetFile.model_validate(read_yaml(path))
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        problem = f"{place}: {first['msg']}" if place else first["msg"]
+        problem = first_problem(error)
     except ValueError as error:
         problem = str(error)
     raise ValueError(f"{path}: {problem}")

@@ -68,13 +68,17 @@ def _line(path: Path, number: int, line: str) -> TracedRequest:
     try:
         fields = _TraceLine.model_validate_json(line)
     except ValidationError as error:
-        (first, *_) = error.errors()
-        where = ".".join(map(str, first["loc"]))
-        problem = f"{where}: {first['msg']}" if where else first["msg"]
+        problem = first_problem(error)
         raise ValueError(f"{path}:{number} is no request of a trace: {problem}") from None
     lengths = max(fields.input_length, 1), max(fields.output_length, 1)
     ids = fields.hash_ids or ()
     return TracedRequest(fields.timestamp / 1000, *lengths, fields.max_tokens, ids)
+
+
+def first_problem(error: ValidationError) -> str:
+    """First problem of a validation, in one line that names the field."""
+    first = error.errors()[0]
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
 
 
 class _TraceLine(BaseModel):

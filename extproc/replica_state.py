@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, final
 
 from msgspec import Meta, Struct, msgpack
 
@@ -49,6 +49,7 @@ class EngineFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
     most this many tokens, but more than the previous bound. The bucket ``+Inf`` is missing."""
 
 
+@final
 class ReplicaState(EngineFigures, frozen=True, kw_only=True, omit_defaults=True):
     """A replica at the time of a scrape."""
 

@@ -226,8 +226,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=arguments.count, metavar="N", help=turns)
     names, split = "kind:policy, see benchmarks/README.md", lambda text: text.split(",")
     add("--contenders", type=split, metavar="a,b,c", help=names)
-    programs = "folder of epp (llm-d) and gateway-plugins (AIBrix) [PATH]"
-    add("--programs", type=Path, metavar="DIR", help=programs)
+    arguments.add_programs(parser)
     add("--stream-share", type=probability, default=0.5, metavar="F", help="[0.5]")
     add("--seed", type=int, default=0)
     fault = f"part that fails in each run, and how: {', '.join(FAULTS)}"

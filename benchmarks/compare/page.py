@@ -114,8 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.command("compare.page", __doc__)
     where = "measure everything that has no file in this folder"
     parser.add_argument("--measure", type=Path, metavar="DIR", help=where)
-    programs = "folder of epp (llm-d) and gateway-plugins (AIBrix) [PATH]"
-    parser.add_argument("--programs", type=Path, metavar="DIR", help=programs)
+    arguments.add_programs(parser)
     args = parser.parse_args(argv)
     if args.measure and not measure(args.measure, args.programs):
         return 1

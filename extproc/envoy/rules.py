@@ -176,8 +176,8 @@ FILTER_RULES = (
         lambda filter, _: (
             (body := mode(filter, "request_body")) not in ("BUFFERED", _DUPLEX) and body
         ),
-        "request_body_mode is {}: the router cannot measure the prompt before the request leaves. "
-        "Write request_body_mode: BUFFERED"),
+        "request_body_mode is {}: the router would see the prompt after the request has left, and "
+        "leaves the choice to Envoy. Write request_body_mode: BUFFERED"),
     Rule("response_end_is_sent", Level.ERROR, lambda file: file.filters,
         "The stream to the router stays open until the response has ended.",
         # Envoy closes the stream when it has nothing more to send, unless it buffers the request.

@@ -9,7 +9,7 @@ from extproc.fleet.exclusion_reasons import DRAINING, FAILING, FULL
 from extproc.fleet.fleet import Fleet
 from extproc.ground.address import process_address
 from extproc.ground.clock import Clock, time_of_day
-from extproc.observe.tally import Counts
+from extproc.observe.metrics import Counts
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,7 @@ from math import exp
 import numpy as np
 
 from extproc.ground.clock import Clock
-from extproc.observe.metrics import RouterMetrics
-from extproc.observe.tally import Counts
+from extproc.observe.metrics import Counts, RouterMetrics
 from extproc.predict.inputs import Floats
 
 SPANS_S = (60.0, 600.0, 3600.0)
@@ -28,7 +27,7 @@ class History:
     def __init__(self, metrics: RouterMetrics, clock: Clock) -> None:
         self._metrics = metrics
         self._clock = clock
-        self._times = metrics.ttft.seconds, metrics.tpot.seconds, metrics.completion.seconds
+        self._times = metrics.ttft, metrics.tpot, metrics.completion
         self._started_at = clock()
         most = round(SPANS_S[-1] / _EVERY_S) + 1
         self._totals = deque([(clock(), self._now())], maxlen=most)
@@ -82,11 +81,13 @@ def _sum(counts: Counts, labels: Container[str]) -> float:
 
 
 def quantile(bounds: Sequence[float], counts: Floats, q: float) -> float:
-    """Return a quantile of a histogram, interpolated within its bucket; NaN for no values."""
-    if not (total := counts.sum()):
+    """Return a quantile of a histogram, interpolated within its bucket; NaN for no values.
+
+    ``counts``: number of values up to each bound, and of all values.
+    """
+    if not (total := counts[-1]):
         return float("nan")
-    edges = np.array([0.0, *bounds, bounds[-1]])
-    return float(np.interp(q * total, np.concatenate(([0.0], counts.cumsum())), edges))
+    return float(np.interp(q * total, [0.0, *counts], [0.0, *bounds, bounds[-1]]))
 
 
 class Average:

@@ -5,45 +5,101 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
 from heapq import nlargest
 from math import exp
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+)
 
 from extproc import __version__
 from extproc.ground.clock import Clock
 from extproc.ground.version import commit
-from extproc.observe.tally import OTHER, Counts, Spread
 from extproc.predict.step import profile_or_default
 from extproc.replica_state import ReplicaState
 from extproc.route.decision import Decision
 from extproc.route.waiting import Waiting
 
+OTHER = "other"  # label of the series for all values without a series of their own
 _TENANTS = 5  # shown by name: each tenant is a series, and each user may be a tenant
 _MODELS = 20  # shown by name
+_PAIRS = 20  # of model and objective, shown by name
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _PER_TOKEN = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1)
 _DEMAND_FADES_S = 60.0  # arrived work fades to 1/e in this time; the queue should clear in it, too
 _MOMENT_S = 1.0  # requests that queue for less may only wait for a faster replica
 _RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10)
 
+# No second series for each counter and histogram, with the time of its start.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+class Counts(Counter):
+    """Counter that caches its children, because ``labels`` takes longer than ``inc``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._children: dict[tuple[str, ...], Counter] = {}
+
+    def add(self, *labels: str, by: float = 1) -> None:
+        child = self._children.get(labels)
+        if child is None:
+            child = self._children[labels] = self.labels(*labels)
+        child.inc(by)
+
+    def items(self) -> list[tuple[tuple[str, ...], float]]:
+        (family,) = self.collect()
+        return [(tuple(sample.labels.values()), sample.value) for sample in family.samples]
+
+    def keep(self, label: str, values: Container[str]) -> None:
+        """Drop the combinations in which the value of ``label`` is not among ``values``."""
+        at = self._labelnames.index(label)
+        for dropped in [labels for labels in self._children if labels[at] not in values]:
+            del self._children[dropped]
+            self.remove(*dropped)
+
 
 class PredictedSeconds:
-    """Histograms of a duration and of predicted ÷ actual duration, by model and objective."""
+    """Histograms of a duration and of predicted ÷ actual duration, by model and objective.
+
+    The first 20 pairs have series of their own, all others one: clients choose model names, and
+    writing a dozen series of 20 pairs to the page stops the router for 10 ms.
+    """
 
     def __init__(
         self, name: str, duration: str, bounds: Sequence[float], registry: CollectorRegistry
     ) -> None:
-        by = "model", "objective"
+        self.bounds = bounds
+        histogram = partial(Histogram, labelnames=("model", "objective"), registry=registry)
         text = f"{duration[0].upper()}{duration[1:]}."
-        self.seconds = Spread(f"extproc_{name}_seconds", text, bounds, registry, by)
+        self._seconds = histogram(f"extproc_{name}_seconds", text, buckets=bounds)
         text = f"Predicted ÷ actual {duration}, if the chosen replica served the request."
-        self._ratio = Spread(f"extproc_{name}_predicted_ratio", text, _RATIOS, registry, by)
+        self._ratio = histogram(f"extproc_{name}_predicted_ratio", text, buckets=_RATIOS)
+        self._children: dict[tuple[str, ...], tuple[Histogram, Histogram]] = {}
 
     def observe(self, actual: float, predicted: float | None, model: str, objective: str) -> None:
         """Count a duration in seconds; ``predicted`` is None if another replica served the
         request."""
-        self.seconds.observe(actual, model, objective)
+        seconds, ratio = self._children.get((model, objective)) or self._enter(model, objective)
+        seconds.observe(actual)
         if predicted is not None and actual > 0.0:
-            self._ratio.observe(predicted / actual, model, objective)
+            ratio.observe(predicted / actual)
+
+    def _enter(self, *labels: str) -> tuple[Histogram, Histogram]:
+        if len(self._children) >= _PAIRS:
+            labels = OTHER, OTHER
+        children = self._seconds.labels(*labels), self._ratio.labels(*labels)
+        return self._children.setdefault(labels, children)
+
+    def totals(self) -> list[float]:
+        """Return the number of durations up to each bound, and of all, for all pairs together."""
+        (family,) = self._seconds.collect()
+        counts = [sample.value for sample in family.samples if "le" in sample.labels]
+        size = len(self.bounds) + 1
+        return [sum(counts[at::size]) for at in range(size)]
 
 
 def build_info(registry: CollectorRegistry) -> None:
@@ -58,8 +114,8 @@ class RouterMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counts = partial(Counts, registry=registry)
-        spread = partial(Spread, registry=registry)
         gauge = partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         predicted = partial(PredictedSeconds, registry=registry)
         self.requests = counts("extproc_requests_total", "Requests by result.", ["result"])
         self.refused = counts(
@@ -125,10 +181,10 @@ class RouterMetrics:
             "Prompt tokens found in the prefix cache of a replica, as responses report them.",
             ["replica"],
         )
-        self.decision_seconds = spread(
+        self.decision_seconds = histogram(
             "extproc_decision_seconds",
             "Time to read a request and choose its replica, of requests that did not wait.",
-            (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.2),
+            buckets=(5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.2),
         )
         self.responses = counts(
             "extproc_responses_total", "Responses that the router saw, by status class.", ["status"]
@@ -142,11 +198,11 @@ class RouterMetrics:
         self.completion = predicted(
             "completion", "time from decision to the end of the response", _SECONDS
         )
-        self.prediction_error = spread(
+        self.prediction_error = histogram(
             "extproc_prediction_error_ratio",
             "|predicted − actual| ÷ actual completion time, of requests that the chosen replica "
             "served.",
-            (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5),
+            buckets=(0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5),
         )
         self.waiting = gauge(
             "extproc_requests_queued",
@@ -166,10 +222,10 @@ class RouterMetrics:
             "by tenant: the tenants with the largest shares, and the rest as other.",
             ["tenant"],
         )
-        self.queued_seconds = spread(
+        self.queued_seconds = histogram(
             "extproc_queued_seconds",
             "Time in the router's queue, of requests that waited there and were dispatched.",
-            _SECONDS,
+            buckets=_SECONDS,
         )
         self.in_flight = gauge(
             "extproc_requests_in_flight", "Requests in flight: dispatched, and not ended."
@@ -198,15 +254,15 @@ class RouterMetrics:
             "extproc_other_routers",
             "Other routers of the pool whose digests arrive; while Redis is away, the last number.",
         )
-        self.digest_age = spread(
+        self.digest_age = histogram(
             "extproc_digest_age_seconds",
             "Age of other routers' digests at arrival, by this machine's clock and the sender's.",
-            (1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2),
+            buckets=(1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2),
         )
-        self.redis_seconds = spread(
+        self.redis_seconds = histogram(
             "extproc_redis_seconds",
             "Round trip of a digest to Redis, measured every 20 to 500 ms.",
-            (2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1),
+            buckets=(2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1),
         )
         self._skipped = counts(
             "extproc_redis_skipped_total",

@@ -128,7 +128,7 @@ async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
         poller = Poller(config, into, metrics, random)
         metrics.redis_lost.labels(config.pool).set_function(lambda: bool(into.outage.problem))
         health.add(config.pool, into.assigner, into.outage, poller.unlisted)
-        await into.read_drains()
+        await into.drains.look(into.drain_store, monotonic())
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(poller.run())
             tasks.create_task(into.run())
@@ -154,7 +154,7 @@ class IntoRedis(Destination):
         self._reader = StateReader(redis, pool, random, skips)
         self._writer = StateWriter(redis, pool, TTL_S)
         self._block_writer = BlockWriter(redis, pool)
-        self._drain_store = DrainStore(redis, pool, skips)
+        self.drain_store = DrainStore(redis, pool, skips)
         self._random = random
         self._current: dict[str, ReplicaState] = {}
         self._changed: set[str] = set()  # replicas whose current state has to be written
@@ -163,14 +163,11 @@ class IntoRedis(Destination):
         self._changed_blocks: dict[str, KvBlocks] = {}
         self._blocks_due = asyncio.Event()
 
-    async def read_drains(self) -> None:
-        await self.drains.look(self._drain_store, monotonic())
-
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep_writing(self._states_due, self._write_states))
             tasks.create_task(self._keep_writing(self._blocks_due, self._write_blocks))
-            tasks.create_task(self.drains.follow(self._drain_store, monotonic))
+            tasks.create_task(self.drains.follow(self.drain_store, monotonic))
 
     async def _keep_writing(self, due: asyncio.Event, write: Callable[[], Awaitable[bool]]) -> None:
         backoff = reconnecting(self._random)

@@ -73,9 +73,6 @@ class KvBlocks:
         self._sent_keys = 0  # since the last whole update, headers counted as keys
         self._whole_at = -math.inf
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
     def reset(self, complete: bool) -> None:
         """Forgets all blocks. ``complete``: the replica holds no block; otherwise its blocks are
         unknown."""
@@ -90,8 +87,8 @@ class KvBlocks:
 
     def dump(self, mark: Mark) -> bytes:
         """Encodes the blocks as they were after the batch ``mark``, in 16 bytes a block."""
-        parts = [*self._keys], [*self._keys.values()]
-        hashes, keys = (np.array(part, _NUMBERS).tobytes() for part in parts)
+        held = self._keys, self._keys.values()
+        hashes, keys = (np.fromiter(part, _NUMBERS).tobytes() for part in held)
         saved = _Saved(*mark, self._block_size, self._group, hashes, keys, self._copies)
         return msgspec.msgpack.encode(saved)
 

@@ -80,8 +80,7 @@ async def admit(exchange: Exchange, phase: str, unread_model: str = "") -> bytes
         decision = await _queue(exchange, profile, decision, decide)
     else:
         if decision is None:
-            _refuse_unserved(services, profile, exchange.has_fallback)
-            exchange.left_to_envoy()
+            _leave_to_envoy(exchange, profile)
         else:
             exchange.dispatch(decision)
         services.metrics.decision_seconds.observe(services.clock() - started)
@@ -95,8 +94,7 @@ def _forward(exchange: Exchange, profile: RequestProfile) -> Decision | None:
         # As if the response were skipped: the router must not choose a replica as a test.
         decision = services.router.decide(profile, "", exchange.subset, response_visible=False)
     if decision is None:
-        _refuse_unserved(services, profile, exchange.has_fallback)
-        exchange.left_to_envoy()
+        _leave_to_envoy(exchange, profile)
     else:
         exchange.forward(decision)
     return decision
@@ -188,8 +186,8 @@ def _may_be_served_soon(services: Services, profile: RequestProfile) -> bool:
     return fleet.members.served_lately(profile.model, services.clock())
 
 
-def _refuse_unserved(services: Services, profile: RequestProfile, has_fallback: bool) -> None:
-    """Refuses a request that no replica can serve, unless Envoy's fallback may serve it.
+def _leave_to_envoy(exchange: Exchange, profile: RequestProfile) -> None:
+    """Leaves a request that no replica can serve to Envoy's fallback, or refuses it.
 
     The fallback may choose any replica, so the fallback can serve a request only if all replicas
     know the model under the requested name.
@@ -198,13 +196,14 @@ def _refuse_unserved(services: Services, profile: RequestProfile, has_fallback: 
         NoModel: no replica lists the model.
         NoReplica: no replica is ready.
     """
-    fleet = services.fleet
+    services, fleet = exchange.services, exchange.services.fleet
     if _is_unserved(services, profile):
         raise NoModel(profile.requested_model, fleet.members.models)
     renamed = fleet.members.names.served(profile.model) != (profile.requested_model,)
     only_some = fleet.eligibility.candidates(profile.model).only_some
-    if (profile.requested_model and renamed) or only_some or not has_fallback:
+    if (profile.requested_model and renamed) or only_some or not exchange.has_fallback:
         raise NoReplica(NONE_READY)
+    exchange.left_to_envoy()
 
 
 def _refuse_slow_first_token(services: Services, decision: Decision) -> None:

@@ -11,7 +11,7 @@ from extproc.proxy.body_memory import BufferedBody
 from extproc.proxy.call import Call
 from extproc.proxy.headers import RequestHeaders, inference_headers, is_steered, model_list
 from extproc.proxy.in_flight import InFlight, Observed
-from extproc.proxy.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
+from extproc.proxy.proto.ext_proc_pb2 import ProcessingRequest
 from extproc.proxy.services import Services
 from extproc.request.endpoint import Endpoint, lists_models, stored_response_of
 from extproc.request.errors import NoReplica, Refusal, error_body
@@ -33,7 +33,7 @@ class Exchange:
         self.services = services
         self.write: Callable[[bytes], Awaitable[None]] = call.write
         self.body = BufferedBody(services.body_memory)
-        self.body_mode: int | None = None  # None: an older Envoy does not send the mode
+        self.body_mode: int | None = None  # None: Envoy does not send the mode
         self.body_first = False  # Envoy sends the body before the headers, or instead of them
         self.full_duplex = False  # a gateway's protocol: Envoy has no fallback of its own
         self.subset: frozenset[str] | None = None  # endpoints that a gateway allows; None: all
@@ -129,12 +129,7 @@ class Exchange:
     def hold_body(self, message: ProcessingRequest) -> None:
         """Holds a body that comes in one message."""
         self.body.add(message.request_body.body)
-        self.body.whole = self.is_last(message.request_body)
-
-    def is_last(self, part: HttpBody) -> bool:
-        """Returns True for the part that ends the request's body. If trailers follow a buffered
-        body, Envoy does not set ``end_of_stream``."""
-        return part.end_of_stream or self.body_mode == messages.BUFFERED
+        self.body.whole = True
 
     def reply_to(self, message: ProcessingRequest) -> bytes:
         """Records what a message says, and returns a reply that changes nothing; the reply to a
@@ -208,7 +203,7 @@ class Exchange:
         return None if services.config.route.models else services.fleet.members.only_model
 
     async def pass_through(self, phase: str, values: Mapping[str, str]) -> None:
-        """Answers a request that needs no decision.
+        """Answers a request that needs no decision, or whose body comes in an unserved mode.
 
         A request about a stored response goes to the replica that owns the response. The router
         itself answers ``GET /v1/models``, unless every replica gives the same answer. Any replica
@@ -218,7 +213,10 @@ class Exchange:
             NoReplica: a gateway needs a choice, and no replica is ready.
         """
         services, path = self.services, values.get(":path", "")
-        services.metrics.requests.add("passed")
+        if self.endpoint is None:
+            services.metrics.requests.add("passed")
+        else:
+            self.left_to_envoy()
         listed = values.get(":method") == "GET" and lists_models(path)
         owner = services.fleet.response_owner(stored_response_of(path))
         if not self.steered:
@@ -274,7 +272,8 @@ class Exchange:
         self._observed = Observed(self.services, decision, outcome, sent_at, samples)
 
     def left_to_envoy(self, result: str = "unrouted") -> None:
-        """Counts a request whose replica Envoy chooses; ``unrouted``: no replica is usable."""
+        """Counts a request whose replica Envoy chooses; ``unrouted``: no replica is usable, or the
+        router does not serve the body mode."""
         self.services.metrics.requests.add(result)
         if self._trace is not None:
             self._trace.ended(result)
@@ -339,7 +338,7 @@ async def _unsent(_: bytes) -> None:
 
 
 def _passed(phase: str, message: ProcessingRequest) -> bytes:
-    chunk: HttpBody = getattr(message, phase)
+    chunk = getattr(message, phase)
     return messages.pass_chunk(phase, chunk.body, chunk.end_of_stream)
 
 

@@ -75,10 +75,10 @@ def leave_alone() -> bytes:
 
 
 @cache
-def body_only(mode: int) -> bytes:
-    """Reply to request headers: send the body in this mode, and not the response."""
+def body_only() -> bytes:
+    """Reply to request headers: send the body, and not the response."""
     reply = ProcessingResponse(request_headers=HeadersResponse())
-    reply.mode_override.request_body_mode = mode
+    reply.mode_override.request_body_mode = BUFFERED
     reply.mode_override.response_header_mode = _SKIP
     reply.mode_override.response_trailer_mode = _SEND
     return reply.SerializeToString()
@@ -139,14 +139,12 @@ def with_metadata(reply: bytes, metadata: Mapping[str, str | float]) -> bytes:
     return changed.SerializeToString()
 
 
-def with_body(reply: bytes, body: bytes, length: int | None) -> bytes:
-    """Adds a new body to the reply to a request's body. ``length``: bytes of the whole body that
-    the replica gets; None: unknown."""
+def with_body(reply: bytes, body: bytes) -> bytes:
+    """Adds a new body to the reply to a request's body."""
     changed = ProcessingResponse.FromString(reply)
     common = changed.request_body.response
     common.body_mutation.body = body
-    if length is not None:
-        _set_header(common.header_mutation, "content-length", b"%d" % length)
+    _set_header(common.header_mutation, "content-length", b"%d" % len(body))
     return changed.SerializeToString()
 
 

@@ -10,6 +10,9 @@ The first message selects the protocol: body first, headers first, or full duple
 - The router holds a body only until the replies that route its request are written.
 """
 
+import logging
+from functools import cache
+
 from extproc.proxy import messages
 from extproc.proxy.admission import admit, observe
 from extproc.proxy.body_memory import BODY_LIMIT_BYTES, NoMemory, TooLarge
@@ -22,8 +25,9 @@ from extproc.request.errors import Refusal
 from extproc.request.inspect import names_model
 from extproc.request.media import LARGE_BODY
 
-_HEADERS_WAIT = None, messages.BUFFERED, messages.BUFFERED_PARTIAL
-"""Body modes in which Envoy forwards the headers only after the reply to the body."""
+logger = logging.getLogger(__name__)
+
+_SERVED_MODES = None, messages.BUFFERED, messages.FULL_DUPLEX_STREAMED
 _PIECE = 2**16  # bytes of a body in each full duplex reply
 
 
@@ -60,7 +64,7 @@ async def _body_first(exchange: Exchange) -> None:
     message = await exchange.read("request_body")
     values = {":method": "POST"} | messages.attributes_of(message, header_names(config))
     headers = exchange.inference_headers(values)
-    if headers is None:
+    if headers is None or _is_unserved(exchange):
         await exchange.pass_through("request_body", values)
         return
     if not exchange.steered:
@@ -86,10 +90,9 @@ async def _headers_first(exchange: Exchange) -> None:
     headers = await _read_headers(exchange)
     if headers is None:
         return
-    by_length = not headers.readable or exchange.body_mode not in _HEADERS_WAIT
-    large = not by_length and (headers.length or 0) > LARGE_BODY
+    large = headers.readable and (headers.length or 0) > LARGE_BODY
     unread_model = (exchange.only_model or "") if large else ""
-    if by_length or unread_model:
+    if unread_model or not headers.readable:
         await exchange.write(await admit(exchange, "request_headers", unread_model))
         return
     await exchange.write(_request_body(exchange))
@@ -160,16 +163,34 @@ async def _read_headers(exchange: Exchange) -> RequestHeaders | None:
     message = request.request_headers
     values = messages.headers_of(message, header_names(exchange.services.config))
     headers = exchange.inference_headers(values)
-    if headers is None:
+    if headers is None or _is_unserved(exchange):
         await exchange.pass_through("request_headers", values)
-    elif not exchange.steered:
+        return None
+    if not exchange.steered:
         await _observe(exchange, request)
         return None
-    elif message.end_of_stream:
+    if message.end_of_stream:
         exchange.body.whole = True
         await exchange.write(await admit(exchange, "request_headers"))
         return None
     return headers
+
+
+def _is_unserved(exchange: Exchange) -> bool:
+    """Decides whether the body, or a part of it, would come after the request has left."""
+    unserved = exchange.steered and exchange.body_mode not in _SERVED_MODES
+    if unserved:
+        _warn_of_body_mode()
+    return unserved
+
+
+@cache
+def _warn_of_body_mode() -> None:
+    """Logs once that Envoy has to choose."""
+    logger.error(
+        "request_body_mode of an Envoy is neither BUFFERED nor FULL_DUPLEX_STREAMED: its fallback "
+        "policy chooses; run 'extproc check --envoy YOUR.yaml'"
+    )
 
 
 async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
@@ -183,12 +204,12 @@ async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
         match message.WhichOneof("request"):
             case "request_headers":
                 body.whole = message.request_headers.end_of_stream
-                enough = exchange.body_mode == messages.NONE
             case "request_body":
-                body.whole = exchange.is_last(message.request_body)
-                enough = exchange.body_mode == messages.BUFFERED_PARTIAL
-                body.add(message.request_body.body, more_comes=not (body.whole or enough))
-                enough |= len(body) >= LARGE_BODY or exchange.services.body_memory.free < 0
+                # If trailers follow a buffered body, Envoy does not set ``end_of_stream``.
+                buffered = exchange.body_mode == messages.BUFFERED
+                body.whole = buffered or message.request_body.end_of_stream
+                body.add(message.request_body.body, more_comes=not body.whole)
+                enough = len(body) >= LARGE_BODY or exchange.services.body_memory.free < 0
             case "request_trailers":
                 body.whole = True
             case _:
@@ -208,14 +229,9 @@ async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
 
 async def _route_body(exchange: Exchange) -> None:
     body = exchange.body
-    received = len(body)
     reply = await admit(exchange, "request_body")
     if body.changed:
-        length = received if body.whole else exchange.headers.length
-        longer = len(body) - received
-        changed = body.take()
-        reply = messages.with_body(reply, changed, None if length is None else length + longer)
-        del changed
+        reply = messages.with_body(reply, body.take())
     else:
         body.release()
     await exchange.write(reply)
@@ -234,4 +250,4 @@ def _request_body(exchange: Exchange) -> bytes:
     exchange.response_visible = visible
     if visible:
         return messages.proceed("request_headers")
-    return messages.body_only(exchange.body_mode or messages.BUFFERED)
+    return messages.body_only()

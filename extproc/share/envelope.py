@@ -49,14 +49,6 @@ class EnvelopeKind(Generic[T]):
     def seal(self, body: T) -> bytes:
         return _ENCODER.encode(Envelope(self.tag, self.version, Raw(self._encode(body))))
 
-    def unseal(self, data: bytes) -> T:
-        """Returns the body of an envelope of this kind and version.
-
-        Raises:
-            ValueError: the body cannot be read.
-        """
-        return self.decode(_DECODER.decode(data).body)
-
 
 class Skips:
     """Opens envelopes, and counts the parts that this version of the program cannot read.

@@ -11,7 +11,6 @@ from typing import Any
 
 import openai
 import pytest
-import yaml
 
 from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.stack import SimulatedReplica
@@ -45,8 +44,8 @@ SETTINGS: dict[str, dict[str, object]] = {
     },
     "serve": {"chunks_per_s": 1e6, "drain_s": 1.0, "second_choice": True},
 }
-ENVOYS = ("envoy", "partial", "endpoint_picker", "istio")
-"""Bodies buffered, partly buffered, in full duplex, and after the headers."""
+ENVOYS = ("envoy", "endpoint_picker", "istio")
+"""Bodies buffered, in full duplex, and after the headers."""
 numbers = itertools.count()
 pytestmark = [
     pytest.mark.process,
@@ -68,10 +67,6 @@ class RewritingStack(Behind):
         bootstrap = super()._bootstrap()
         if attributes := ext_proc_of(bootstrap).get("request_attributes"):
             attributes.append(f"request.headers['{OBJECTIVE}']")
-        if self.name == "partial":
-            whole, part = "_mode: BUFFERED\n", "_mode: BUFFERED_PARTIAL\n"
-            bootstrap = yaml.safe_load(yaml.safe_dump(bootstrap).replace(whole, part))
-            assert "BUFFERED_PARTIAL" in str(bootstrap)
         return bootstrap
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from extproc.lab.harness.envoy_config import Bootstrap, endpoints, manager_of
 from extproc.lab.harness.stack import SimulatedReplica
-from extproc.lab.simulator.server import SERVED_BY_HEADER
+from extproc.lab.simulator import SERVED_BY_HEADER
 from tests.e2e.client import EnvoyClient, RoutedAnswer
 from tests.e2e.stack import PatientStack, bootstrap_of, cluster_of, here, of_pool
 from tests.waiting import until

@@ -21,7 +21,7 @@ from extproc.envoy.finding import Level
 from extproc.lab.harness.envoy_config import AccessLog, Bootstrap, manager_of
 from extproc.lab.harness.processes import Process
 from extproc.lab.harness.stack import MODEL
-from extproc.lab.simulator import server
+from extproc.lab.simulator import SERVED_BY_HEADER, server
 from extproc.proxy.headers import is_steered
 from extproc.proxy.messages import DESTINATION
 from extproc.settings import load
@@ -120,7 +120,7 @@ async def send(client: EnvoyClient, body: bytes, **headers: str) -> RoutedAnswer
 
 
 def recorded(client: EnvoyClient, answer: RoutedAnswer) -> ReceivedRequest:
-    replica = client.stack.name_of(answer.headers[server.SERVED_BY_HEADER])
+    replica = client.stack.name_of(answer.headers[SERVED_BY_HEADER])
     return ReceivedRequest(replica, *RecordingServer.requests[answer.headers["x-request-id"]])
 
 

@@ -6,6 +6,7 @@ from msgspec.structs import replace
 from extproc.fleet.digest import EVERY_S, NOTHING, Digest, DigestKind
 from extproc.fleet.fleet import Fleet
 from extproc.share.digests import DIGEST
+from extproc.share.envelope import Skips
 from tests.fakes import A10, MODEL, ManualClock, chat, embedding, fleet_of, replica, state
 
 
@@ -18,7 +19,7 @@ def deliver(sender: Fleet, *receivers: Fleet, clock: ManualClock) -> Digest | No
     digest = sender.digests.due(clock())
     if digest is not None:
         for receiver in receivers:
-            receiver.receive_digest(DIGEST.unseal(DIGEST.seal(digest)))
+            receiver.receive_digest(Skips().open("test", DIGEST.seal(digest), DIGEST))
     return digest
 
 

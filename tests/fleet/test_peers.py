@@ -16,6 +16,7 @@ from extproc.fleet.peers import DEAD_S, STALE_S
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 from extproc.share.digests import DIGEST
+from extproc.share.envelope import Skips
 from tests.examples import examples
 from tests.fakes import A10, ManualClock, chat, replica, state
 
@@ -124,7 +125,7 @@ class SharedLoad(RuleBasedStateMachine):
     def digest(self, router: int, fate: str) -> None:
         sent = self.fleets[router].digests.due(self.clock())
         if sent is not None and fate != "lost":
-            self.late.append(DIGEST.unseal(DIGEST.seal(sent)))
+            self.late.append(Skips().open("test", DIGEST.seal(sent), DIGEST))
             if fate == "in time":
                 self.hear(self.late[-1])
 
@@ -143,7 +144,7 @@ class SharedLoad(RuleBasedStateMachine):
 
     @rule(router=ROUTER)
     def farewell(self, router: int) -> None:
-        self.hear(DIGEST.unseal(DIGEST.seal(self.fleets[router].digests.farewell())))
+        self.hear(Skips().open("test", DIGEST.seal(self.fleets[router].digests.farewell()), DIGEST))
 
     def hear(self, digest: Digest) -> None:
         for fleet in self.fleets:

@@ -2,10 +2,8 @@
 
 import logging
 
-from prometheus_client import CollectorRegistry
-
 from extproc.observe.changes import CounterLog
-from extproc.observe.tally import Counts
+from extproc.observe.metrics import Counts
 from tests.conftest import Logged
 from tests.fakes import ManualClock
 
@@ -13,7 +11,7 @@ logger = logging.getLogger("extproc.tests")
 
 
 def test_growth_is_logged_at_once_and_then_every_minute(logged: Logged) -> None:
-    clock, refused = ManualClock(1000.0), Counts("a_total", "A.", ["reason"], CollectorRegistry())
+    clock, refused = ManualClock(1000.0), Counts("a", "A.", ["reason"], registry=None)
     log = CounterLog(logger, "requests refused", refused, clock, {"invalid_json"})
     for _ in range(180):
         for reason in ("saturated", "saturated", "too_late", "invalid_json"):

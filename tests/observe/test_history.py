@@ -55,7 +55,7 @@ def test_rows_after_a_pause_cover_the_time_since_the_last_totals() -> None:
 
 @pytest.mark.parametrize(("q", "expected"), [(0.25, 0.5), (0.5, 1.0), (0.75, 1.5), (1.0, 2.0)])
 def test_quantile_is_linear_within_a_bucket(q: float, expected: float) -> None:
-    assert quantile((1.0, 2.0), np.array([5, 5, 0]), q) == expected
+    assert quantile((1.0, 2.0), np.array([5, 10, 10]), q) == expected
 
 
 def test_values_beyond_the_last_bound_count_as_that_bound() -> None:

@@ -1,22 +1,12 @@
-"""Counters and histograms export like prometheus_client's, and labels of clients stay bounded."""
+"""Labels of clients stay bounded, and gauges name tenants, models and replicas."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from random import Random
 
-import pytest
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.exposition import generate_latest
+from prometheus_client import CollectorRegistry
 
 from extproc.observe.metrics import RouterMetrics
-from extproc.observe.tally import Counts, Spread
 from extproc.predict.step import hardware_profile
 from extproc.replica_state import ReplicaState
-
-
-def page(registry: CollectorRegistry) -> list[str]:
-    lines = generate_latest(registry).decode().splitlines()
-    return [line for line in lines if "_created" not in line]
 
 
 def values(registry: CollectorRegistry, name: str) -> dict[tuple[str, ...], float]:
@@ -24,42 +14,16 @@ def values(registry: CollectorRegistry, name: str) -> dict[tuple[str, ...], floa
     return {tuple(found.labels.values()): found.value for found in samples if found.name == name}
 
 
-@pytest.mark.parametrize("counted", [[], [("a", "x")], [("a", "x"), ("b", 'y"\n'), ("a", "x")]])
-def test_counts_export_like_prometheus_counter(
-    counted: list[tuple[str, str]], registry: CollectorRegistry
-) -> None:
-    names, model = ["policy", "replica"], CollectorRegistry()
-    counts = Counts("decisions_total", "Decisions.", names, registry)
-    counter = Counter("decisions_total", "Decisions.", names, registry=model)
-    for labels in counted:
-        counts.add(*labels)
-        counter.labels(*labels).inc()
-    assert page(registry) == page(model)
-
-
-@pytest.mark.parametrize("labels", [(), ("model", "objective")])
-def test_spread_exports_like_prometheus_histogram(
-    labels: Sequence[str], registry: CollectorRegistry
-) -> None:
-    bounds, random, model = (5e-5, 0.5, 1, 2.5, 100), Random(0), CollectorRegistry()
-    spread = Spread("seconds", "Time.", bounds, registry, labels)
-    histogram = Histogram("seconds", "Time.", labels, buckets=bounds, registry=model)
-    assert page(registry) == page(model)
-    for value in [*bounds, 0.0, 1000.0, *(random.expovariate(1.0) for _ in range(1000))]:
-        given = random.choice((("a", "x"), ("b", 'y"\n'))) if labels else ()
-        spread.observe(value, *given)
-        (histogram.labels(*given) if labels else histogram).observe(value)
-    assert page(registry) == page(model)
-
-
 def test_labels_of_clients_make_a_bounded_number_of_series(registry: CollectorRegistry) -> None:
-    spread = Spread("seconds", "Time.", (1,), registry, ["model", "objective"])
+    completion = RouterMetrics(registry).completion
     for number in [*range(1000), *range(1000)]:
-        spread.observe(2.0, f"model {number}", "chat")
-    counted = values(registry, "seconds_count")
-    assert len(counted) == 21
-    assert counted["model 0", "chat"] == 2
-    assert counted["other", "other"] == 2 * 980
+        completion.observe(2.0, 1.0, f"model {number}", "chat")
+    for name in ("extproc_completion_seconds_count", "extproc_completion_predicted_ratio_count"):
+        counted = values(registry, name)
+        assert len(counted) == 21
+        assert counted["model 0", "chat"] == 2
+        assert counted["other", "other"] == 2 * 980
+    assert completion.totals() == [0] * 5 + [2000] * 8
 
 
 def test_waiting_and_share_are_exported_by_tenant(registry: CollectorRegistry) -> None:

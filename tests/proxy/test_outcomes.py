@@ -101,7 +101,7 @@ async def test_retry_on_other_replica_measures_no_prediction(
     await stream.response_body({"usage": USAGE})
     await stream.end()
     assert value(registry, "completion_seconds_sum") == 1.5
-    assert value(registry, "completion_predicted_ratio_count") is None
+    assert value(registry, "completion_predicted_ratio_count") == 0.0
     assert value(registry, "prediction_error_ratio_count", {}) == 0
     assert value(registry, "ttft_seconds_count") is None
     assert value(registry, "failures_total", {"replica": first}) == 1

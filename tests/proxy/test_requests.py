@@ -5,11 +5,14 @@ import json
 from typing import Any
 
 import pytest
+from envoy_data_plane.envoy.service.ext_proc.v3 import ProtocolConfiguration
 from msgspec import to_builtins
 
 from extproc.config import Config
+from extproc.proxy import stream as stream_module
 from extproc.proxy.services import Services
 from extproc.request.endpoint import Endpoint
+from tests.conftest import Logged
 from tests.fakes import ManualClock, replica, state
 from tests.proxy.conftest import config_of, put_replicas, samples
 from tests.proxy.envoy_side import CHAT, PROTOCOLS, EnvoySide, Stream, body_first
@@ -129,25 +132,6 @@ async def test_large_body_is_read_to_rewrite_model(stream: Stream) -> None:
     reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
     assert destination(reply) == []
     assert body_of(await stream.request_body(named())) == compact(named(model="llama"))
-
-
-@pytest.mark.parametrize(("sent", "length"), [({"content-length": "1000"}, "1001"), ({}, None)])
-async def test_truncated_body_gets_model_name_of_replica(
-    stream: Stream, sent: dict[str, str], length: str | None
-) -> None:
-    begin = b'{"model": "chat", "messages": [{"role": "user", "content": "x'
-    await stream.request_headers(body_mode=BodyMode.BUFFERED_PARTIAL, headers=sent)
-    reply = await stream.request_body(begin, end_of_stream=False)
-    assert body_of(reply) == begin.replace(b"chat", b"llama")
-    assert header_of(reply, "content-length") == length
-
-
-async def test_truncated_body_gets_priority_header(stream: Stream) -> None:
-    urgent = {"x-objective": "urgent"}
-    await stream.request_headers(body_mode=BodyMode.BUFFERED_PARTIAL, headers=urgent)
-    reply = await stream.request_body(b'{"model":"llama","x":1', end_of_stream=False)
-    assert body_of(reply) is None
-    assert header_of(reply, PRIORITY) == "-10"
 
 
 @without(hold=HOLD)
@@ -422,12 +406,25 @@ async def test_request_is_routed_and_outcome_logged(
     json.dumps(shown, allow_nan=False)
 
 
-@pytest.mark.parametrize("mode", [BodyMode.NONE, BodyMode.STREAMED])
-async def test_headers_route_by_length(stream: Stream, services: Services, mode: BodyMode) -> None:
-    reply = await stream.request_headers(body_mode=mode, headers={"content-length": "4000"})
-    assert set(destination(reply)) == MEMBERS
-    assert services.log.after(0)[-1].decision.profile.prompt_tokens == pytest.approx(1000)
-    assert (await stream.request_body(b"{}")).request_body is not None
+@pytest.mark.parametrize("mode", [BodyMode.NONE, BodyMode.STREAMED, BodyMode.BUFFERED_PARTIAL])
+async def test_other_body_modes_leave_requests_to_envoy(
+    envoy: EnvoySide, services: Services, logged: Logged, mode: BodyMode
+) -> None:
+    stream_module._warn_of_body_mode.cache_clear()
+    for _ in range(2):
+        async with envoy.stream() as stream:
+            reply = await stream.request_headers(body_mode=mode)
+            assert destination(reply) == []
+            assert mode_of(reply).response_header_mode == HeaderMode.SKIP
+            await stream.end()
+    message = body_first(CHAT, end_of_stream=False)
+    message.protocol_config = ProtocolConfiguration(request_body_mode=mode)
+    async with envoy.stream() as stream:
+        assert destination(await stream.send(message)) == []
+        await stream.end()
+    assert samples(services.metrics.requests) == {("unrouted",): 3.0}
+    (line,) = (line for line in logged.lines() if line["levelname"] == "ERROR")
+    assert "request_body_mode" in str(line["msg"])
 
 
 async def test_compressed_body_is_routed_by_length(
@@ -441,14 +438,6 @@ async def test_compressed_body_is_routed_by_length(
     assert set(chosen(reply)) == MEMBERS
     (record,) = services.log.last(1)
     assert record.decision.profile.prompt_tokens > 2000
-
-
-async def test_truncated_body_counts_by_content_length(stream: Stream, services: Services) -> None:
-    """Envoy's buffer holds only the beginning of the body."""
-    start, mode = json.dumps(CHAT).encode()[:-20], BodyMode.BUFFERED_PARTIAL
-    await stream.request_headers(body_mode=mode, headers={"content-length": "40000"})
-    assert set(destination(await stream.request_body(start, end_of_stream=False))) == MEMBERS
-    assert services.log.after(0)[-1].decision.profile.prompt_tokens > 9000
 
 
 @pytest.mark.parametrize(

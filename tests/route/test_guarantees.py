@@ -31,6 +31,7 @@ from extproc.route.queue import Queue
 from extproc.route.router import Router
 from extproc.route.waiting import ANEW_S, OVERTAKEN_S, Place, Waiting
 from extproc.share.digests import DIGEST
+from extproc.share.envelope import Skips
 from tests.fakes import A10, MODEL, ManualClock, decided, fleet_of, replica, state
 
 KV_TOKENS = 42_000
@@ -155,7 +156,7 @@ class SharedReplicas:
             digest = node.fleet.digests.due(self.clock())
             if digest is not None:
                 for other in self.nodes:
-                    other.fleet.receive_digest(DIGEST.unseal(DIGEST.seal(digest)))
+                    other.fleet.receive_digest(Skips().open("test", DIGEST.seal(digest), DIGEST))
 
     def poll(self) -> None:
         if self.clock() < self.polled_at + POLL_S - 1e-9:

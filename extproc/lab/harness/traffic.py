@@ -13,10 +13,9 @@ import aiohttp
 
 from extproc.ground.clock import Clock, monotonic
 from extproc.lab.harness.samples import Sample
+from extproc.lab.simulator import OUTPUT_TOKENS_HEADER, SERVED_BY_HEADER
 
 POLICY_HEADER = "x-extproc-policy"
-OUTPUT_HEADER = "x-simulate-output-tokens"  # tokens that a simulated replica generates
-_SERVED_BY_HEADER = "x-served-by"
 _CONNECT_S = 10.0
 _ANSWER_S = 300.0
 _KEEP_ALIVE_S = 4.0  # below the 5 s of uvicorn, which serves vLLM
@@ -137,7 +136,7 @@ class Client:
         url = self._url + request.path
         async with self._session.post(url, data=request.body, headers=headers) as response:
             answer.status = response.status
-            answer.replica = response.headers.get(_SERVED_BY_HEADER)
+            answer.replica = response.headers.get(SERVED_BY_HEADER)
             async for chunk in response.content.iter_any():
                 chunks.append(chunk)
                 times.append(self._clock())
@@ -159,7 +158,7 @@ def to_send(
     sample: Sample, request_id: str, run: str, headers: Mapping[str, str] | None = None
 ) -> TimedRequest:
     """Return the request of a sample; see :meth:`Sample.body` for ``run``."""
-    every = {**(headers or {}), OUTPUT_HEADER: str(sample.output_tokens)}
+    every = {**(headers or {}), OUTPUT_TOKENS_HEADER: str(sample.output_tokens)}
     body = json.dumps(sample.body(run)).encode()
     return TimedRequest(sample.at_s, request_id, sample.path, body, sample.stream, every)
 

@@ -36,14 +36,9 @@ class Machine:
         self.name = name
         self.profile = profile
         self._make = make
-        self.engine = make(profile)
-        self.output_lengths = Histogram(TOKENS)  # as on the metrics page, like the next two
-        self.prefill_s = self.decode_s = 0.0
-        self.up = True  # the process runs, and accepts connections
-        self.started_at = _EPOCH  # Unix time of the process's start
         self._slow = 1.0
-        self._behind = 0.0
-        self._hung_at: float | None = None
+        self.goes_down()
+        self.comes_up(0.0)
 
     @property
     def hung(self) -> bool:
@@ -74,11 +69,11 @@ class Machine:
         """End the process; all its requests are lost."""
         self.engine = self._make(self.profile)
         self.engine.slow = self._slow
-        self.output_lengths = Histogram(TOKENS)
+        self.output_lengths = Histogram(TOKENS)  # as on the metrics page, like the next two
         self.prefill_s = self.decode_s = 0.0
         self._behind = 0.0
-        self._hung_at = None
-        self.up = False
+        self._hung_at: float | None = None
+        self.up = False  # the process runs, and accepts connections
 
     def hangs(self, now: float) -> None:
         """Stop all steps and answers."""
@@ -88,7 +83,8 @@ class Machine:
     def comes_up(self, now: float) -> None:
         """Start the process with an empty engine, or continue after a hang."""
         if not self.up:
-            self.up, self.started_at = True, _EPOCH + now
+            self.up = True
+            self.started_at = _EPOCH + now  # Unix time of the process's start
         if self._hung_at is not None:
             self._behind += now - self._hung_at
             self._hung_at = None

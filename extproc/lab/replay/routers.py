@@ -20,6 +20,7 @@ from extproc.request.objective import Objective
 from extproc.request.profile import RequestProfile
 from extproc.route.decision import Decision
 from extproc.share.digests import DIGEST
+from extproc.share.envelope import Skips
 
 
 class VirtualClock:
@@ -261,7 +262,7 @@ class Routers:
                 self._due_at += EVERY_S / len(self.nodes)
                 fleet = next(self._next).fleet
                 due, prompts = fleet.digests.due(at), fleet.prompt_log.take()
-                digest = None if due is None else DIGEST.unseal(DIGEST.seal(due))
+                digest = due and Skips().open(fleet.router, DIGEST.seal(due), DIGEST)
                 if digest or prompts:
                     arrives_at = at + self._share_lag
                     self._under_way.append((arrives_at, digest, fleet.router, prompts))

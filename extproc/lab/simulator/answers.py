@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from extproc.lab.simulator import tokens
 from extproc.lab.simulator.bodies import (
+    Body,
     ChatBody,
     CompletionBody,
     GenerateBody,
@@ -302,9 +303,9 @@ class ResponseStore:
         if isinstance(body, ResponsesBody) and body.previous_response_id is not None:
             body.begin_with(self._find(body.previous_response_id).conversation)
 
-    def store(self, body: GenerateBody, reply: Reply, generation: Generation) -> None:
+    def store(self, body: Body, reply: Reply | None, generation: Generation) -> None:
         """Store the response if it is complete and its request has ``store`` set."""
-        if isinstance(body, ResponsesBody) and body.store and generation.complete:
+        if reply and isinstance(body, ResponsesBody) and body.store and generation.complete:
             output = tokens.encode(generation.answers[0].text)
             conversation = body.prompts()[0] + output + tokens.encode("<|end|>")
             whole = reply.whole(generation)

@@ -13,9 +13,9 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from extproc.ground.address import join_address
-from extproc.lab.simulator import bodies, tokens
+from extproc.lab.simulator import OUTPUT_TOKENS_HEADER, SERVED_BY_HEADER, bodies, tokens
 from extproc.lab.simulator.answers import GENERATING, Reply, ResponseStore, error_body
-from extproc.lab.simulator.bodies import Body, GenerateBody, RequestError
+from extproc.lab.simulator.bodies import Body, RequestError
 from extproc.lab.simulator.kv_events import publishing
 from extproc.lab.simulator.live import Generation
 from extproc.lab.simulator.metrics import CONTENT_TYPE
@@ -29,15 +29,12 @@ MAX_BODY_BYTES = 256 << 20
 BACKLOG = 2048  # connections waiting to be accepted, as in vLLM's server
 VLLM_VERSION = "0.32.0"  # simulated version
 
-# Output tokens, within the request's bound: a header, and a `tracestate` key for proxies that
-# drop such headers.
-OUTPUT_TOKENS_HEADER = "x-simulate-output-tokens"
+# Key in `tracestate` in place of `OUTPUT_TOKENS_HEADER`, for proxies that drop such headers.
 OUTPUT_TOKENS_STATE = "simulate-output-tokens"
 # The client's id of a request, in `tracestate`: some gateways overwrite `x-request-id`.
 REQUEST_STATE = "simulate-request"
 RANK_HEADER = "x-data-parallel-rank"  # only rank 0 exists
 PRIORITY_HEADER = "x-vllm-priority"  # overrides the `priority` of a body
-SERVED_BY_HEADER = "x-served-by"  # in every response: `ip:port` of the replica
 
 AUDIO = (Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
 _INFERENCE = frozenset({*GENERATING, *POOLING, *AUDIO})
@@ -145,8 +142,8 @@ class ReplicaServer:
         reply = reply_type(*self._head(body), prompt_tokens, details)
         if body.stream:
             stream = _stream(request, generation, reply, body.include_usage)
-            return await self._finish(stream, body, reply, generation)
-        work = self._finish(generation.done(), body, reply, generation)
+            return await self._finish(stream, generation, body, reply)
+        work = self._finish(generation.done(), generation, body, reply)
         if isinstance(body, bodies.ResponsesBody) and body.background:
             return web.json_response(self._responses.queue(reply, asyncio.create_task(work)))
         await work
@@ -168,7 +165,7 @@ class ReplicaServer:
         return parsed
 
     async def _finish(
-        self, work: Awaitable[Result], body: GenerateBody, reply: Reply, generation: Generation
+        self, work: Awaitable[Result], generation: Generation, body: Body, reply: Reply | None
     ) -> Result:
         try:
             return await work
@@ -176,15 +173,10 @@ class ReplicaServer:
             self.replica.live.abort(generation)
             self._responses.store(body, reply, generation)
 
-    async def _complete(self, generation: Generation) -> None:
-        try:
-            await generation.done()
-        finally:
-            self.replica.live.abort(generation)
-
     async def _pool(self, request: web.Request) -> web.Response:
         body = await self._inference(request, POOLING[request.path])
-        await self._complete(self.replica.pool(body))
+        generation = self.replica.pool(body)
+        await self._finish(generation.done(), generation, body, None)
         return web.json_response(body.reply(*self._head(body)))
 
     async def _transcribe(self, request: web.Request) -> web.Response:
@@ -195,7 +187,7 @@ class ReplicaServer:
         body = bodies.AudioBody(model=str(form.get("model", "")), file=file.file.read())
         self.replica.check_model(body.model)
         generation = self.replica.generate(body, _output_tokens(request))
-        await self._complete(generation)
+        await self._finish(generation.done(), generation, body, None)
         text = "".join(answer.text for answer in generation.answers)
         usage = {"type": "duration", "seconds": body.seconds}
         return web.json_response({"text": text, "usage": usage})

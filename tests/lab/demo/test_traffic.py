@@ -12,9 +12,10 @@ from aiohttp.test_utils import TestServer
 
 from extproc.ground.clock import Clock, monotonic
 from extproc.lab.harness.processes import Process, answers, free_port
-from extproc.lab.harness.traffic import OUTPUT_HEADER, Answer, Client, TimedRequest
+from extproc.lab.harness.traffic import Answer, Client, TimedRequest
+from extproc.lab.simulator import OUTPUT_TOKENS_HEADER, SERVED_BY_HEADER
 from extproc.lab.simulator.replica import Replica, ReplicaSettings
-from extproc.lab.simulator.server import OUTPUT_TOKENS_HEADER, SERVED_BY_HEADER, start
+from extproc.lab.simulator.server import start
 from tests.waiting import until
 
 WHOLE = b'data: {"choices":[{"text":"a"}]}\n\ndata: {"choices":[],"usage":{}}\n\ndata: [DONE]\n\n'
@@ -27,7 +28,7 @@ def requests(count: int, every_s: float = 0.0, stream: bool = True) -> Iterator[
     usage = {"stream": True, "stream_options": {"include_usage": True}}
     body = json.dumps(CHAT | (usage if stream else {})).encode()
     for number in range(count):
-        path, headers = "/v1/chat/completions", {OUTPUT_HEADER: "20"}
+        path, headers = "/v1/chat/completions", {OUTPUT_TOKENS_HEADER: "20"}
         yield TimedRequest(number * every_s, f"r-{number}", path, body, stream, headers)
 
 
@@ -92,7 +93,6 @@ async def replica_url() -> AsyncIterator[str]:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_answers_of_a_simulated_replica_are_measured(replica_url: str, stream: bool) -> None:
-    assert OUTPUT_HEADER == OUTPUT_TOKENS_HEADER
     for answer in await send(replica_url, requests(5, stream=stream)):
         assert (answer.status, answer.problem) == (200, "")
         assert (answer.tokens("prompt"), answer.tokens("completion")) == (12, 20)

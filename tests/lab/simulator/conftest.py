@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
+from extproc.lab.simulator import OUTPUT_TOKENS_HEADER
 from extproc.lab.simulator.replica import Replica, ReplicaSettings
-from extproc.lab.simulator.server import OUTPUT_TOKENS_HEADER, start
+from extproc.lab.simulator.server import start
 
 SETTINGS = ReplicaSettings(
     model="tiny",
