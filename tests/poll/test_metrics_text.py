@@ -30,6 +30,8 @@ ngram       m63   0       0       0                    25600     128   93    720
 embeddings  tiny  0       0       0                    8192      128   19    30224  0      0
 encoder     bert  0       0       0                    0         128   2     1206   0      0
 0.31        tiny  8       4       0.6349206349206349   8192      128   118   13500  2048   971
+0.29        tiny  8       6       0.33333333333333337   8192      128   134   4400   1920   1054
+0.15        tiny  8       6       0.38095238095238093   8192      128   222   4400   1920   1757
 0.10        llama 2       0       0.19                 432000    16    3     3200   64     10
 """
 """With two engines the label num_gpu_blocks of each is 128, though each has 64 blocks. The encoder
@@ -49,6 +51,8 @@ OTHERS: dict[str, tuple[list[float], dict[str, Any]]] = {
     "embeddings": ([26, 0, 0, 26, 6.6665], {}),
     "encoder": ([12, 0, 0, 12, 0.3817], {"prefix_caching": False}),
     "0.31": ([17, 402, 0, 9, 96.5108, 2.9495], {}),
+    "0.29": ([16, 0, 0, 8, 61.2663, 9.9894], {}),
+    "0.15": ([16, 0, 0, 8, 76.0375, 5.6158], {"cached_early": True}),
     "0.10": ([3, 3, 1, 1, 100.0, 0.1], {"cached_early": True}),
 }
 
