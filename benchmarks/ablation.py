@@ -222,6 +222,7 @@ CELLS = {
     "adapters": Cell(_CONV, "adapters", 1.2, {"adapters": 24}),
     "full": Cell(_CONV, "equal", 2.4, {"hold": True}),
     "four routers": Cell(_CONV, "mixed", 4, _FOUR),
+    "load from elsewhere": Cell(_CONV, "mixed", 4, {"past_router": True}),
     "agents": Cell("agents", "a100", 2),
     "busy agents": Cell("agents", "a100", 3),
     "agents and four routers": Cell("agents", "mixed", 1.5, _FOUR),

@@ -266,6 +266,7 @@ class SteadyRouter:
         size = _SHARED_TOKENS * _BYTES_PER_TOKEN
         self._shared = [self._random.randbytes(size) for _ in range(_SHARED_PROMPTS)]
         self._adapters = tuple(f"adapter-{number}" for number in range(adapters))
+        self._served = (_MODEL, *self._adapters)  # one object for all states, as from Redis
         names = [f"10.0.{number >> 8}.{number & 255}:8000" for number in range(replicas)]
         self._models: dict[str, Counter[str]] = {name: Counter() for name in names}
         for name in names:
@@ -335,7 +336,7 @@ class SteadyRouter:
         return ReplicaState(
             id=name,
             profile=_HARDWARE,
-            models=(_MODEL, *self._adapters),
+            models=self._served,
             adapters=self._adapters,
             max_loras=_MAX_LORAS,
             adapters_in_use=in_use if self._adapters else (),

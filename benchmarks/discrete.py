@@ -50,6 +50,7 @@ class FleetSimulation(simulation.Simulation):
     know: frozenset[str] = frozenset()  # of `KNOWN`: knowledge that a production router lacks
     profile_error: float = 1.0  # step times of the router's first profile ÷ true step times
     routers: int = 1
+    past_router: bool = False  # another sender sends a third of the requests to replicas in turn
     share_lag: float | None = None  # seconds until a digest arrives; None: digests are lost
     weight: float = 1.0  # of the cost to others, for the oracle
     hold: bool = False  # the router queues requests that no replica can take
@@ -76,10 +77,14 @@ class FleetSimulation(simulation.Simulation):
             self.know = frozenset(KNOWN)
             routers = Oracle(machines, self.weight, self.clock, self.seed)
         else:
-            self.nodes = [self._node(number) for number in range(self.routers)]
+            self.nodes = [self._node(number, self.policy) for number in range(self.routers)]
+            entries = self.nodes
+            if self.past_router:
+                other = self._node(self.routers, "round_robin")
+                self.nodes, entries = [*entries, other], [*entries, *entries, other]
             prior, dealt = FleetPrior(), Random(self.seed)
             watches = [self._watch(machine, prior, poll_s) for machine in machines.values()]
-            routers = Routers(self.nodes, self.share_lag, self.clock, dealt)
+            routers = Routers(self.nodes, self.share_lag, self.clock, dealt, entries)
         events = [(event.at, partial(self._apply, event)) for event in self.fleet_file.events]
         super().__init__(machines, watches, routers, self.clock, poll_s, self.hold, events)
 
@@ -151,9 +156,9 @@ class FleetSimulation(simulation.Simulation):
         profile = self.fleet_file.members[name]
         return Machine(name, profile, lambda profile: engine(profile, adapters=group.adapters()))
 
-    def _node(self, number: int) -> RouterNode:
+    def _node(self, number: int, policy: str) -> RouterNode:
         hold = _HOLD if self.hold else _NO_HOLD
-        config = Config(route=RouteSettings(policy=self.policy), hold=hold)
+        config = Config(route=RouteSettings(policy=policy), hold=hold)
         return RouterNode(config, Random(self.seed + 1000 * number), self.clock)
 
     def _watch(self, machine: Machine, prior: FleetPrior, poll_s: float) -> MachinePoller:

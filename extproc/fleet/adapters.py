@@ -6,11 +6,10 @@ the batch have ended. Unused slots hold the adapters that were used last.
 """
 
 from bisect import insort
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import repeat
-from math import inf, nan
+from math import inf
 from statistics import median
 
 import numpy as np
@@ -62,9 +61,12 @@ class AdapterSlots:
         self._overruns: deque[float] = deque([1.0], _SAMPLES)
         self._overrun = 1.0  # median of `_overruns`
         self._tickets: dict[int, tuple[int, str]] = {}  # row and adapter of requests in flight
+        self._starts: defaultdict[str, dict[int, float]] = defaultdict(dict)
+        """``starts`` of all replicas, by adapter and row: a decision reads few of them."""
 
     def clear(self, row: int) -> None:
         """Forgets the replica in a row: the process restarted, or the row has another replica."""
+        self._set_starts(row, {})
         self._slots[row] = _Slots()
         self._table.adapter_at[row] = self._table.adapter_load_s[row] = 0.0
 
@@ -124,9 +126,13 @@ class AdapterSlots:
         """Returns for each candidate how long a request waits for a slot, and how long its adapter
         loads."""
         table, rows, overrun = self._table, view.rows, self._overrun
-        starts_on = [self._slots[row].starts for row in rows.tolist()]
-        known = np.array([*map(dict.get, starts_on, view.adapters, repeat(nan))])
-        starts = np.where(np.isnan(known), table.adapter_at[rows], known)
+        names = dict(zip(rows.tolist(), view.adapters, strict=True))
+        starts = table.adapter_at.copy()
+        for name in {*view.adapters}:
+            for row, at in self._starts.get(name, {}).items():
+                if names.get(row) == name:
+                    starts[row] = at
+        starts = starts[rows]
         wait = overrun * np.maximum(starts - now, 0.0)
         load = table.adapter_load_s[rows] * (starts > -inf)
         needed_again = np.exp(np.minimum(table.idle_adapter_at[rows] - now, 0.0) / _MEMORY_S)
@@ -145,12 +151,23 @@ class AdapterSlots:
         typical_s *= table.decode_step.item(row) / table.tokens_per_step.item(row)
         requests = self._ledger.ends(row) if len(slots.in_use) >= slots.count else {}
         ends = [-inf] * slots.count  # when adapters give slots back, the earliest first
-        slots.starts = dict.fromkeys(("", *idle), -inf)  # "" stands for no adapter
+        starts = dict.fromkeys(("", *idle), -inf)  # "" stands for no adapter
         for place, (name, tickets) in enumerate(slots.in_use.items()):
-            slots.starts[name] = ends[place]
+            starts[name] = ends[place]
             left_s = max((requests.get(ticket, now) - now for ticket in tickets), default=typical_s)
             insort(ends, max(ends[place], now) + max(left_s, 0.0))
+        self._set_starts(row, starts)
         table.adapter_at[row] = max(ends[len(slots.in_use)], now)
         is_full = len(slots.used_at) >= slots.count
         dropped_at = slots.used_at[idle[0]] if idle else now
         table.idle_adapter_at[row] = dropped_at if is_full else -inf
+
+    def _set_starts(self, row: int, starts: dict[str, float]) -> None:
+        slots = self._slots.setdefault(row, _Slots())
+        for name in slots.starts:
+            del self._starts[name][row]
+            if not self._starts[name]:
+                del self._starts[name]
+        slots.starts = starts
+        for name, at in starts.items():
+            self._starts[name][row] = at

@@ -309,7 +309,7 @@ class Eligibility:
             ids,
             [state.name or state.id for state in usable],
             [profile_or_default(state.profile).name for state in usable],
-            [self._names.named(model, state.models) for state in usable],
+            [self._names.named(model, self._members[name].models) for name in ids],
             adapters if any(adapters) else (),
             tuple(Excluded(state.id, state.name or state.id, why) for state, why in found if why),
         )

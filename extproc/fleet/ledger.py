@@ -171,7 +171,11 @@ class Ledger:
 
     def _behind(self, priority: float) -> Indices:
         """Returns the rows of requests with a lower priority whose prefill has not begun, on
-        replicas that schedule by priority."""
+        replicas that schedule by priority.
+
+        Only pools with such replicas need the rows: at each decision, and at each dispatch to such
+        a replica. numpy compares all requests in flight, which takes 20 µs with 12,000 of them.
+        """
         requests, replicas = self._requests, self._replicas
         lower = (requests.steps_before == inf) & (requests.priority < priority)
         rows: Indices = lower.nonzero()[0]
@@ -180,7 +184,12 @@ class Ledger:
         return rows[(replicas.by_priority[on] > 0.0) & ~begun]
 
     def _dequeue(self, row: int) -> None:
-        """Removes from the replica's backlog the part of a prompt that is not prefilled."""
+        """Removes from the replica's backlog the part of a prompt that is not prefilled.
+
+        The prompts behind move up. numpy finds them among all requests in flight, which takes 5 µs
+        with 12,000 of them. Only requests that end or move before their first token need that; all
+        other ends take the same time with any number in flight.
+        """
         requests, replicas = self._requests, self._replicas
         replica, prompt_end = requests.replica.item(row), requests.prompt_end.item(row)
         missing = prompt_end - replicas.prefilled.item(replica)

@@ -139,9 +139,9 @@ class PrefixIndex:
         self._caches: list[_Cache] = []
         self._blocks = np.ones(0)  # by row: tokens in a block; only whole blocks can be hits
         self._trust = _Trust()
-        self._rows = np.zeros(0, np.intp)
+        self._rows = b""  # rows of the last look-up, as bytes
         self._places: dict[int, Indices] = {}
-        """Bitmap of replicas → their indices in ``_rows``, which are the last look-up's rows."""
+        """Bitmap of replicas → their indices among the rows of the last look-up."""
 
     def clear(self, row: int) -> None:
         """Empties a row: the replica's process restarted, or the row has another replica."""
@@ -228,8 +228,9 @@ class PrefixIndex:
         cache.expected = 0.0
 
     def _places_of(self, bitmap: int, rows: Indices) -> Indices:
-        if rows is not self._rows or len(self._places) > _PLACES_REMEMBERED:
-            self._rows, self._places = rows, {}
+        key = rows.tobytes()  # each model has an array of its own, mostly with the same rows
+        if key != self._rows or len(self._places) > _PLACES_REMEMBERED:
+            self._rows, self._places = key, {}
         places = self._places.get(bitmap)
         if places is None:
             octets = np.frombuffer(bitmap.to_bytes(len(self._caches) // 8 + 1, "little"), np.uint8)

@@ -185,6 +185,18 @@ def test_digests_improve_decisions_of_several_routers() -> None:
     assert total[0.0] < total[None]
 
 
+def test_third_of_the_requests_goes_past_the_router() -> None:
+    requests = trace.read([CONVERSATION], speed=2, most=150)
+    equal = fleet.read(HERE / "fleets" / "equal.yaml")
+    simulation = FleetSimulation(equal, "completion", past_router=True)
+    external, past = 0.0, 0
+    for served in simulation.run(requests):
+        external = max(external, simulation.fleet.overview().external.max())
+        past += served.decision.policy == "round_robin"
+    assert external >= 1.0
+    assert past == pytest.approx(len(requests) / 3, rel=0.25)
+
+
 ALONE = fleet.FleetFile.model_validate({"replicas": [{"name": "a", "profile": "llama-8b-a10"}]})
 
 

@@ -48,6 +48,15 @@ def test_hits_follow_the_order_of_the_rows(prefixes: PrefixIndex) -> None:
     assert list(prefixes.hits(prompt("ab"), np.array([0, 1])).expected) == [0, 0]
 
 
+def test_models_on_the_same_rows_share_the_places_of_a_prompt(
+    prefixes: PrefixIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefixes.enter(2, prompt("ab"), ROOM)
+    expected = units(prefixes, "ab")
+    monkeypatch.delattr(np, "unpackbits")  # computes the places
+    assert list(prefixes.hits(prompt("ab"), ROWS.copy()).expected / UNIT) == expected
+
+
 def test_end_of_the_oldest_prompt_is_evicted_first(prefixes: PrefixIndex) -> None:
     prefixes.enter(0, prompt("abcd"), 6 * UNIT)
     prefixes.enter(0, prompt("xyz"), 6 * UNIT)

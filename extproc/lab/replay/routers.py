@@ -210,10 +210,20 @@ class Routers:
         share_lag: float | None,
         clock: VirtualClock,
         random: Random,
+        entries: Sequence[RouterNode] = (),
     ) -> None:
-        """``share_lag``: seconds until a digest reaches the other routers; None: routers share
-        nothing."""
+        """
+        Args:
+            nodes: all routers.
+            share_lag: seconds until a digest reaches the other routers; None: routers share
+                nothing.
+            clock: clock of the simulation.
+            random: source of the draws.
+            entries: routers from which each request draws one: a router that occurs twice gets
+                twice as many requests; empty: ``nodes``.
+        """
         self.nodes = nodes
+        self._entries = entries or nodes
         self._share_lag = None if len(nodes) == 1 else share_lag
         self._next = cycle(nodes)
         self._due_at = 0.0
@@ -224,7 +234,7 @@ class Routers:
 
     def decide(self, arrival: Arrival) -> Decision | None:
         """Return the decision of a random router; None if no replica can be used."""
-        owner = self._owner[arrival.number] = self._random.choice(self.nodes)
+        owner = self._owner[arrival.number] = self._random.choice(self._entries)
         return owner.router.decide(arrival.profile, among=arrival.among)
 
     def owner(self, arrival: Arrival) -> RouterNode:
