@@ -41,6 +41,9 @@ _NOISE, _EVEN = 1.5e-3, 5e-3
 profiles, seconds of work are needed to show that a replica differs."""
 _MEASURED = 0.01  # sum of A above which a replica counts as measured
 _MOST_SCALE = 10.0  # bound of σ and of 1/σ
+_WARM_UP_STEPS, _WARM_UP_SLOWER = 10, 4.0
+"""An engine compiles kernels in its first 10 steps: a stretch of these counts as at most 4 times
+slower than the prior."""
 _WRONG_COUNTER = 1000.0  # expected ÷ actual time above which a counter must be wrong
 _ROUNDS = 4  # of coordinate descent after each poll, starting from the last solution
 
@@ -96,7 +99,10 @@ class Estimator:
         elapsed = 0.0 if self._polled_at is None else counts.at - self._polled_at
         self._polled_at = counts.at
         self._forget(elapsed, idle=counts.in_flight == 0)
-        stretches = self._windows.poll(counts)
+        stretches = [
+            self._bounded(work, fleet) if _warms_up(counts) else work
+            for work in self._windows.poll(counts)
+        ]
         if any(self._expected(work, _SAME) > _WRONG_COUNTER * work.seconds for work in stretches):
             self._windows.interrupted()
         elif stretches:
@@ -121,6 +127,10 @@ class Estimator:
     def _expected(self, work: Work, solution: Sequence[float]) -> float:
         """Seconds that the work takes by these coefficients."""
         return float(sum(map(mul, map(mul, solution, self._unit), work.terms)))
+
+    def _bounded(self, work: Work, fleet: Prior) -> Work:
+        most = _WARM_UP_SLOWER * self._expected(work, fleet.coefficients)
+        return Work(min(work.seconds, most), work.terms)
 
     def _forget(self, elapsed: float, idle: bool) -> None:
         self._equations *= exp(-elapsed / (_IDLE_MEMORY_S if idle else _MEMORY_S))
@@ -194,6 +204,11 @@ def _slowness(evidence: Floats) -> float:
     """Slowness g of the replica: actual seconds of its work ÷ seconds expected by its profile."""
     *expected, actual = map(float, evidence.sum(axis=0))
     return max(actual / sum(expected), 1.0 / _WRONG_COUNTER)
+
+
+def _warms_up(counts: EngineCounts) -> bool:
+    """True during the engine's first steps, which are slower than later ones."""
+    return 0.0 < counts.steps < _WARM_UP_STEPS
 
 
 def coefficients(model: StepModel) -> Terms:

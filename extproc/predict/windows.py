@@ -10,7 +10,7 @@ SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Lengths of the windows. Short windows tell the coefficients apart, because their mix of prefill
 and decode varies; long windows are exact."""
 _SHORTEST, _LONGEST = 0.8, 1.3  # bounds of a window's actual ÷ nominal length
-_WARM_UP_STEPS = 10.0  # the engine's first steps, in which it compiles kernels, teach nothing
+_WARMING_UP = 1.0  # number of an engine's first steps to skip, in which it compiles kernels
 _DIP = 0.1
 """Fraction by which ``computed_tokens`` may fall: vLLM up to 0.15 counts cached tokens before their
 prompt. A larger fall is a wrong reading."""
@@ -110,7 +110,7 @@ class Windows:
             return []
         steps, computed, generated, _ = _terms(before, counts)
         later = max(generated - 1.0, 0.0)
-        if _warms_up(before, counts) or steps <= later or computed <= 0.0:
+        if warms_up(before.steps, counts.steps) or steps <= later or computed <= 0.0:
             return []
         prompt = counts.prompt_tokens - before.prompt_tokens
         prefill = (steps - later, computed, generated - later, 0.0)
@@ -154,16 +154,16 @@ def _served_one_request(before: EngineCounts, counts: EngineCounts) -> bool:
     return finished == counts.first_tokens - before.first_tokens == 1.0
 
 
-def _warms_up(last: EngineCounts, counts: EngineCounts) -> bool:
-    """True if the engine made some of its first steps between two polls; False for an engine that
-    does not count steps."""
-    return last.steps < _WARM_UP_STEPS and counts.steps > 0.0
+def warms_up(before: float, after: float) -> bool:
+    """True if the engine made its first step between these two step counts; False for an engine
+    that does not count steps."""
+    return before < _WARMING_UP and after > 0.0
 
 
 def _paused(last: EngineCounts, counts: EngineCounts) -> bool:
     """True if the engine restarted, may have been idle, or if a counter fell."""
     return (
-        _warms_up(last, counts)
+        warms_up(last.steps, counts.steps)
         or counts.steps < last.steps
         or counts.generated_tokens < last.generated_tokens
         or counts.computed_tokens < last.computed_tokens - _DIP * abs(last.computed_tokens)

@@ -160,23 +160,6 @@ def test_fresh_pool_with_wrong_profiles_is_nearly_as_fast_as_with_true_ones() ->
     assert p99 <= 1.25 * true_p99
 
 
-@pytest.mark.parametrize(("start", "seed"), [(46, 1), (94, 4)])
-def test_cold_engines_are_learned_from_the_work_after_their_first_steps(
-    start: int, seed: int
-) -> None:
-    """The first ten steps take four times as long as later ones."""
-    file = fleet.read(BENCHMARKS / "fleets" / "cold.yaml")
-    looks = {6.0: "h100", 8.0: "h100", 10.0: "", 15.0: ""}
-    simulation = ObservedSimulation(file, "completion", seed=seed, look_at=tuple(looks))
-    for _ in simulation.run(trace.read([CONVERSATION], speed=4, start=start, duration=16)):
-        pass
-    for at, names in looks.items():
-        for name, (decode, prefill) in simulation.ratios[at].items():
-            if name.startswith(names):
-                assert within(decode, 1.3), (at, name, decode)
-                assert within(prefill, 1.3), (at, name, prefill)
-
-
 # -- counters of vLLM up to 0.15 ---------------------------------------------------------------
 
 
