@@ -151,7 +151,7 @@ async def test_access_log_has_decision(stack: TracedStack, client: EnvoyClient) 
     assert decision["predicted_completion_s"] == record["predicted_completion_s"]
     assert decision["replica"] == record["replica_name"]
     assert decision["queued_s"] == 0
-    keys = re.search(r"decision with the choice: (.*?)\. Envoy", PAGE.read_text(), re.S)
+    keys = re.search(r"these fields with each choice: (.*?)\. Envoy", PAGE.read_text(), re.S)
     assert keys
     assert set(re.findall(r"`(\w+)`", keys[1])) == set(decision)
 

@@ -207,7 +207,7 @@ async def test_replica_unhealthy_for_pollers_is_error(
             await seen.replica(replica, healthy=False)
         replica.answers["/health"] = text("")
         lines = bad(await check(settings, status=1))
-    assert any("but not to the pollers: /health answered 503" in line for line in lines)
+    assert any("but not the pollers: /health answered 503" in line for line in lines)
 
 
 LLAMA = {
