@@ -256,7 +256,7 @@ def _faults() -> Iterator[str]:
 
 
 def _harm(name: str, measured: Mapping[str, Any]) -> str:
-    """Cell of the fault table for a contender, which has no run if it lacks the failing part."""
+    """Cell of the fault table for a contender: ``has none`` if it lacks the part that fails."""
     if (counts := measured["contenders"].get(name)) is None:
         return "has none"
     (turn,) = counts["harm"]

@@ -251,8 +251,8 @@ def _together(planned: Sequence[Planned], endpoints: Collection[Endpoint]) -> li
     """Sends each turn of a conversation to the endpoint of its first turn, so that turns share a
     prefix.
 
-    Conversations with an unbounded turn become chats, because completions end after 16 tokens by
-    default.
+    If a turn has no bound of its output, the whole conversation goes to the chat endpoint, because
+    ``/v1/completions`` generates 16 tokens by default.
     """
     chosen: dict[tuple[int, ...], Endpoint] = {}
     for request in planned:

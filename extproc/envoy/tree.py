@@ -167,7 +167,7 @@ class Tree:
 
     def _read_any(self, value: object, path: Path) -> Any:
         if value == {}:
-            # In a FilterConfig: the settings of the filter stay unchanged.
+            # An empty ``config`` of a FilterConfig leaves the filter's settings as they are.
             return Node(AnyMessage, path)
         if not isinstance(value, Mapping) or not isinstance(value.get("@type"), str):
             return self._report(path, "needs an '@type'")

@@ -47,7 +47,7 @@ class Progress:
         self._changed = True
 
     def remove(self, row: int) -> None:
-        """Subtracts a request that ends from its replica's sums.
+        """Subtracts an ended request from the sums of its replica.
 
         All sums are computed anew only at the next tick: at thousands of requests a second, doing
         so at each end of a request would be half of a router's work.

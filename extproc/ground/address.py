@@ -68,7 +68,7 @@ def _is_public(host: str) -> bool:
 def within_reach(address: str, process: str) -> bool:
     """Returns True unless ``address`` is a loopback address of another machine.
 
-    ``process``: ``host:port`` of the process that listens there, with the name of its machine.
+    ``process``: the process that listens at ``address``, as ``host:port`` with its machine as host.
     """
     return not is_loopback(address) or process.rpartition(":")[0] == gethostname()
 

@@ -22,7 +22,7 @@ _OVER_S = 60.0  # time without a warning until its end is logged: a figure may v
 
 
 class Exclusions:
-    """Excluded replicas of a pool. Times are times of ``look`` calls, not of the events."""
+    """Excluded replicas of a pool. Each time is that of a ``look`` call, not of the event."""
 
     def __init__(self) -> None:
         self._excluded: dict[str, tuple[str, float]] = {}  # last reason, start of the exclusion
@@ -61,7 +61,7 @@ class Exclusions:
 
 
 class Onsets:
-    """Times since which replicas have caused warnings, in seconds since the epoch.
+    """When each replica began to cause each warning, in seconds since the epoch.
 
     A figure may vary around its limit, so a cause that returns within a minute counts as the same
     cause.
@@ -75,7 +75,7 @@ class Onsets:
 
         Args:
             cause: such as ``slow``.
-            replicas: at least one ``ip:port``; the earliest time of these replicas is returned.
+            replicas: at least one ``ip:port``; the earliest of their times is returned.
             now: the time of this call.
         """
         keys = [(cause, replica) for replica in replicas]

@@ -212,8 +212,8 @@ class PredictionResult:
     replica: str  # ip:port
     predicted_s: float
     actual_s: float  # from the decision to the last token
-    ttft_s: float | None  # from the decision to the first token, of streams that the router read
-    expected_cached: float  # cached prompt tokens, expected by the prompts sent there before
+    ttft_s: float | None  # from the decision to the first token; None: not a stream that was read
+    expected_cached: float  # cached prompt tokens, by the earlier prompts to the replica
     cached: int | None  # cached prompt tokens; None: not reported
 
 

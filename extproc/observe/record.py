@@ -61,7 +61,7 @@ class RequestLine(_Line, frozen=True, tag="request"):
     queued_s: float = 0.0  # in the router's queue, before dispatch
     ttft_s: float | None = None  # since dispatch; None: the router did not see the first token
     complete: bool = False  # the router saw the end of the response, not only of the stream
-    cut: bool = False  # the router read the response, which broke off: the client hung up
+    cut: bool = False  # the client hung up while the router read the response
     failed: bool = False
     output_tokens: float = 0.0  # of each sequence, as reported, else counted by steps
     output_bound: int | None = None

@@ -76,8 +76,8 @@ async def run_poller(config: Config) -> None:
 
 
 class Health:
-    """Reasons why a poller fails ``/livez`` and ``/readyz``, for all its pools. Without a reason,
-    the check passes."""
+    """Why a poller fails ``/livez`` or ``/readyz``: the reasons of all its pools together. Without
+    a reason, the check passes."""
 
     def __init__(self, pools: Iterable[str], clock: Clock) -> None:
         self._clock = clock

@@ -130,8 +130,8 @@ class Reflector(Generic[_Object]):
 
 
 class _Transport(httpx2.AsyncHTTPTransport):
-    """HTTP transport that allows a single watch, and raises an error with the API server's reason
-    for a refusal.
+    """HTTP transport that allows a single watch. If the API server refuses a request, the
+    transport raises an error with the server's reason.
 
     After the end of a watch, lightkube would begin another watch from the last resource version. An
     API server that was restored from older data would wait for that version and send nothing

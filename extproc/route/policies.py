@@ -122,8 +122,8 @@ def queue_kv(situation: Situation) -> Floats:
     """The default scorers of llm-d's endpoint picker, negated.
 
     ``2·(max − x)/(max − min) + 2·(1 − kv) + 3·h/p`` with x the requests in the replica's queue, kv
-    the fraction of its KV cache in use, and h of the p prompt tokens in its prefix cache. As in the
-    picker, x and kv come from the last poll; requests sent since then change only h.
+    the fraction of its KV cache in use, p the prompt tokens, and h those of them in the replica's
+    prefix cache. As in the picker, x and kv come from the last poll; later requests change only h.
     """
     view = situation.view
     waiting = view.polled_waiting

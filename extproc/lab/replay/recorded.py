@@ -66,7 +66,7 @@ def read(path: Path, pool: str = "") -> Recorded:
             raise ValueError(f"{file} is no record: it has no start line")
         pools[starts[0].pool][_NUMBER.sub("", file.name)] += found
     if not pools:
-        raise ValueError(f"{path} holds no record: no line of a router, or no file {PATTERN}")
+        raise ValueError(f"{path} holds no record: no file {PATTERN}, or no line of a router")
     if not pool and len(pools) > 1:
         raise ValueError(
             f"{path} holds records of several pools, {', '.join(pools)}: choose with --pool"

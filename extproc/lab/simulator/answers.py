@@ -186,8 +186,8 @@ class MessagesReply(Reply):
         return {**head, "content": content, **end}
 
     def _usage(self, usage: TokenUsage) -> dict[str, int]:
-        """Return Anthropic's usage. Only if ``details`` is set, vLLM reports cached tokens, and
-        counts them apart from the input tokens."""
+        """Return Anthropic's usage. If ``details`` is set, vLLM reports cached tokens apart from
+        the input tokens; otherwise the input tokens include the cached ones."""
         cached = usage.cached if self.details else 0
         counts = {"input_tokens": usage.prompt - cached, "output_tokens": usage.completion}
         return counts | ({"cache_read_input_tokens": cached} if self.details else {})

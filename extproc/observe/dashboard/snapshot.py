@@ -223,7 +223,7 @@ def _history(rows: Sequence[tuple[float, ...]], age_s: float, started_at: float)
 
 
 def _rate(per_s: float) -> str:
-    """Format a rate with two digits after the point, or a small one with two significant digits."""
+    """Format a rate with two digits after the point; below 0.1, with two significant digits."""
     return f"{per_s:.2f}" if per_s >= 0.1 else f"{per_s:.2g}"
 
 
