@@ -57,11 +57,11 @@ class History:
         now, totals = self._clock(), self._now()
         within = (each for each in self._totals if now - each[0] <= span)
         at, before = next(within, self._totals[-1])
-        counts, *spread = (new - old for new, old in zip(totals, before, strict=True))
+        counts, *buckets = (new - old for new, old in zip(totals, before, strict=True))
         rates = counts / max(now - at, 1.0)
         times = [
-            quantile(spread_of.bounds, values, q)
-            for spread_of, values in zip(self._times, spread, strict=True)
+            quantile(seconds.bounds, values, q)
+            for seconds, values in zip(self._times, buckets, strict=True)
             for q in QUANTILES
         ]
         return *rates.tolist(), *times
@@ -73,7 +73,7 @@ class History:
             _sum(metrics.responses, {"5xx"}) + _sum(metrics.refused, {_NONE_READY}),
             _sum(metrics.refused, _TOO_MANY),
         )
-        return tuple(map(np.array, (counts, *(spread.totals() for spread in self._times))))
+        return tuple(map(np.array, (counts, *(seconds.totals() for seconds in self._times))))
 
 
 def _sum(counts: Counts, labels: Container[str]) -> float:

@@ -64,7 +64,7 @@ async def _body_first(exchange: Exchange) -> None:
     message = await exchange.read("request_body")
     values = {":method": "POST"} | messages.attributes_of(message, header_names(config))
     headers = exchange.inference_headers(values)
-    if headers is None or _is_unserved(exchange):
+    if headers is None or _has_unserved_mode(exchange):
         await exchange.pass_through("request_body", values)
         return
     if not exchange.steered:
@@ -163,7 +163,7 @@ async def _read_headers(exchange: Exchange) -> RequestHeaders | None:
     message = request.request_headers
     values = messages.headers_of(message, header_names(exchange.services.config))
     headers = exchange.inference_headers(values)
-    if headers is None or _is_unserved(exchange):
+    if headers is None or _has_unserved_mode(exchange):
         await exchange.pass_through("request_headers", values)
         return None
     if not exchange.steered:
@@ -176,7 +176,7 @@ async def _read_headers(exchange: Exchange) -> RequestHeaders | None:
     return headers
 
 
-def _is_unserved(exchange: Exchange) -> bool:
+def _has_unserved_mode(exchange: Exchange) -> bool:
     """Decides whether the body, or a part of it, would come after the request has left."""
     unserved = exchange.steered and exchange.body_mode not in _SERVED_MODES
     if unserved:
