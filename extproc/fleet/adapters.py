@@ -43,7 +43,7 @@ class _Slots:
 
 
 class AdapterSlots:
-    """Forecast of each replica's slots, from this router's requests and from polls.
+    """Forecast of when replicas have a slot for an adapter, from polls and this router's requests.
 
     Each request and each poll renews the replica's forecast. When the last request for an adapter
     ends, the next waiting adapter gets its slot. So the k-th waiting adapter gets a slot when k of
@@ -65,13 +65,13 @@ class AdapterSlots:
         """``starts`` of all replicas, by adapter and row: a decision reads few of them."""
 
     def clear(self, row: int) -> None:
-        """Forgets the replica in a row: the process restarted, or the row has another replica."""
+        """Forgets a row's adapters: its replica restarted, or another replica gets the row."""
         self._set_starts(row, {})
         self._slots[row] = _Slots()
         self._table.adapter_at[row] = self._table.adapter_load_s[row] = 0.0
 
     def polled(self, row: int, state: ReplicaState, asked_at: float, now: float) -> None:
-        """Updates the adapters in use from a poll that was sent at ``asked_at``."""
+        """Updates the replica's adapters in use from a poll that was sent at ``asked_at``."""
         slots = self._slots[row]
         slots.count = min(state.max_loras, _MAX_SLOTS)
         if not slots.count:
@@ -111,14 +111,14 @@ class AdapterSlots:
             self._forecast(row, now)
 
     def load_measured(self, replica: str, seconds: float) -> None:
-        """Learns from a request whose first token was late because its adapter was loaded."""
+        """Learns the time to load an adapter: a first token came ``seconds`` late because of it."""
         if (row := self._members.get(replica)) is not None:
             loads = self._slots[row].loads
             loads.append(max(seconds, 0.0))
             self._table.adapter_load_s[row] = median(loads)
 
     def wait_measured(self, overrun: float) -> None:
-        """Learns from the wait of a request for a slot; ``overrun``: actual ÷ forecast."""
+        """Learns how far forecasts are off; ``overrun``: actual ÷ forecast wait for a slot."""
         self._overruns.append(min(max(overrun, 1.0), _MAX_OVERRUN))
         self._overrun = median(self._overruns)
 

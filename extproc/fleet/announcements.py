@@ -18,7 +18,8 @@ _MAX_BATCH = 100  # prompts in a batch, which blocks the reader's event loop for
 
 
 class SentPrompt(Struct, array_like=True, eq=False):
-    """Prompt that a router sent to a replica; 0 tokens: the replica's prefix cache is empty."""
+    """Prompt that a router sent to a replica. A prompt of 0 tokens announces that the replica's
+    prefix cache is empty."""
 
     replica: str  # ``ip:port``
     keys: Keys  # this field and those below: as in :class:`~extproc.request.prefix.Prefix`
@@ -48,7 +49,7 @@ class PromptLog:
             self._add(replica, prefix)
 
     def restarted(self, replica: str) -> None:
-        """Announces that the replica's prefix cache is empty, as a prompt without tokens."""
+        """Announces, by a prompt without tokens, that the replica's prefix cache is empty."""
         self._add(replica, NO_PREFIX)
 
     def take(self) -> tuple[SentPrompt, ...]:
@@ -97,7 +98,7 @@ class OwnerMap:
         self.remember(key, replica)
 
     async def take_announcements(self, most: int) -> list[tuple[str, str]]:
-        """Waits for announcements; removes and returns the oldest: key and owner of each."""
+        """Waits for announcements; removes and returns the ``most`` oldest: (key, owner)."""
         await self._has_pending.wait()
         taken = [self._pending.popleft() for _ in range(min(most, len(self._pending)))]
         if not self._pending:

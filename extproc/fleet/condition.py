@@ -47,10 +47,10 @@ class Condition:
     ) -> bool:
         """Takes a polled state; returns True if the choice of candidates may change.
 
-        ``idle``, ``prefilled_sent_at``: as in :meth:`Eligibility.polled`. Both can show that gauges
-        are wrong. Under load, only a prefilled prompt shows that counters should have moved. If all
-        requests are aborted at once, the gauges of vLLM up to 0.10.1 keep their values until the
-        next step (vllm#22545), and only the ledger shows that the replica is idle.
+        ``idle`` and ``prefilled_sent_at``, as in :meth:`Eligibility.polled`, can show that figures
+        are frozen: under load, a prompt was prefilled, and yet no counter has moved since before it
+        was sent. Without load, the gauges of vLLM up to 0.10.1 still show requests if all were
+        aborted at once (vllm#22545), although the routers know of none.
         """
         before, self.state = self.state, state
         if is_scraped := state.scraped_at != before.scraped_at:
@@ -105,7 +105,7 @@ class Condition:
     def hung_or_stalled(self, now: float, trials: bool) -> str:
         """Returns why the replica counts as hung or stalled, or an empty string.
 
-        ``trials``: True if a stalled replica that is due for a trial does not count as stalled.
+        ``trials``: a stalled replica does not count as stalled while it is due for a trial.
         """
         if is_hung(self.state):
             return f"accepts connections, but has answered nothing for {HUNG_S:g} s"
@@ -135,7 +135,7 @@ class Condition:
         return not out_of_service and now >= self.trial_at
 
     def ends(self) -> tuple[float, ...]:
-        """Returns the times at which exclusions end, or a trial may begin."""
+        """Returns the times at which a reason to exclude the replica ends, or a trial may begin."""
         answered = self.answered_at + STALE_AFTER_S if not self.state.healthy else -inf
         return self.ejection.until, self.full_until, self.trial_at, answered
 
@@ -157,10 +157,9 @@ def _has_work(state: ReplicaState) -> bool:
 
 
 def _figures(state: ReplicaState) -> tuple[float, ...]:
-    """Returns the figures that an engine at work changes.
+    """Returns the figures of which an engine at work changes some in each step.
 
-    A step that prefills only a part of a prompt changes no counter of vLLM, but changes the use of
-    KV blocks.
+    KV usage is one: a step that prefills only a part of a prompt changes no counter of vLLM.
     """
     counters = state.steps, state.prompt_tokens, state.generated_tokens, state.first_tokens
     return *counters, state.kv_usage, state.running, state.waiting

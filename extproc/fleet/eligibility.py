@@ -59,7 +59,7 @@ class Eligibility:
             state: the polled state.
             age: seconds since the poll.
             idle: no router is known to have a request on the replica.
-            prefilled_sent_at: when the latest request was sent whose prompt the engine has
+            prefilled_sent_at: time at which this router sent the latest request whose prompt is
                 certainly prefilled. Response headers and errors alone do not prove a prefill.
         """
         now = self._clock()
@@ -168,8 +168,8 @@ class Eligibility:
         return found
 
     def without_full(self, candidates: Candidates, model: str, requests: Floats) -> Candidates:
-        """Excludes new members that already have the most requests allowed during slow start,
-        unless that holds for all candidates.
+        """Excludes new members that already have as many requests as slow start allows, unless no
+        candidate would be left.
 
         ``requests``: requests in flight, by row of the fleet's table.
         """
@@ -184,7 +184,7 @@ class Eligibility:
         return replace(chosen, excluded=candidates.excluded + chosen.excluded)
 
     def all_members(self) -> Candidates:
-        """Returns all members; ``excluded`` lists those that get no requests for any model."""
+        """Returns all members as candidates; ``excluded`` also lists those that get no requests."""
         ids = sorted(self._rows, key=self._rows.__getitem__)
         found = self.exclusions()
         states = ((self._members[name].state, found[name][1]) for name in ids if name in found)
@@ -192,9 +192,9 @@ class Eligibility:
         return replace(self._of(ids, [""] * len(ids)), excluded=excluded)
 
     def exclusions(self) -> dict[str, tuple[str, str]]:
-        """Returns the members that get no requests for any model, each with the name of the first
-        reason and its text for people. If an unhealthy member hangs, or its machine is gone, the
-        name is ``stalled``; a member that refuses connections stays ``unhealthy``."""
+        """Returns the members that get no requests, whatever the model: for each, the name of the
+        first reason and a text for people. The name is ``stalled`` instead of ``unhealthy`` if the
+        member hangs or its machine is gone, but not if it refuses connections."""
         rules, found = self._rules("", False, response_visible=True, trials=False), {}
         for name, member in self._members.items():
             texts = ((reason, rule(member)) for reason, rule in rules)
@@ -222,15 +222,13 @@ class Eligibility:
         return self._members[replica].scraped_at
 
     def can_serve(self, model: str, among: frozenset[str] | None) -> bool:
-        """Returns True if a candidate for the model lists the model.
-
-        ``among``: members to choose from; None: all.
-        """
+        """Returns True if a member that lists the model may get a request for it now. (If no member
+        lists the model, any may get the request.) ``among``: members to choose from; None: all."""
         usable = self.candidates(model, among).ids
         return any(self._serves(model, self._members[name]) for name in usable)
 
     def adapter(self, replica: str, model: str) -> str:
-        """Returns the LoRA adapter's name on the member; empty if the model is no adapter."""
+        """Returns the member's name for the model if that is a LoRA adapter, else an empty text."""
         member = self._members[replica]
         name = self._names.known(model, member.models) or ""
         return name if name in member.adapters else ""
@@ -243,7 +241,7 @@ class Eligibility:
 
     def frozen(self, replica: str) -> bool:
         """Returns True if a replica's gauges do not move, and are wrong: they show requests though
-        the replica has none, or they miss a prefilled prompt that was sent after they moved."""
+        the replica has none, or they miss a prefilled prompt sent after they last moved."""
         return self._members[replica].frozen
 
     def progresses(self, replica: str, within: float) -> bool:
@@ -352,7 +350,7 @@ class Eligibility:
             self._changed |= member.check_stall(name in stale, now)
 
     def _set_new(self, member: Condition) -> None:
-        """Begins slow start when a member is first healthy, and ends it once it was measured."""
+        """Begins slow start when a member is first healthy; ends it when the member is measured."""
         was_new = member.new
         if member.state.measured:
             self._any_measured, member.new = True, False

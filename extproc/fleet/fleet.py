@@ -64,7 +64,7 @@ class Fleet:
         names: ModelNames | None = None,
         address: str = "router",
     ) -> None:
-        """``address``: where this router runs, for people."""
+        """``address``: host and port of this router, with which its name begins."""
         self.router = f"{address}:{uuid4().hex[:8]}"  # name among routers, new with each start
         self.members_known = asyncio.Event()  # set once the first replicas are members
         self.pollers: Mapping[str, Sequence[str]] | None = None
@@ -323,7 +323,7 @@ class Fleet:
         return generated
 
     def decoded(self, replica: str, predicted: float, actual: float, step: float = 0.0) -> None:
-        """Learns from the decode time of a request.
+        """Learns the replica's ratio of actual to predicted decode time from one request.
 
         Args:
             replica: ``ip:port``.
@@ -336,11 +336,11 @@ class Fleet:
             self._corrections.observe(row, predicted, actual, self._clock(), slower)
 
     def _slower(self, row: int, step: float) -> float:
-        """Returns the present seconds of a usual step ÷ ``step``; 1 if ``step`` is 0."""
+        """Returns the present time of a usual step ÷ its earlier time ``step``; 1 if that is 0."""
         return usual_step(self._replicas, row) / step if step else 1.0
 
     def reported(self, replica: str, expected: float, prompt: float, tokens: float) -> None:
-        """Learns from a response that reports the cached tokens of its prompt.
+        """Learns how far to trust the prefix index, from the cached tokens that a response reports.
 
         Args:
             replica: ``ip:port``.
@@ -385,8 +385,8 @@ class Fleet:
     # -- room for requests ------------------------------------------------------------------
 
     def reports_capacity(self, rows: Indices) -> NDArray[np.bool_]:
-        """Returns True for replicas that report their KV cache size, are measured, and were polled
-        lately."""
+        """Returns for each row whether its replica is measured, reports the size of its KV cache,
+        and was polled lately."""
         age = self._clock() - self._replicas.sampled_at[rows]
         return (self._replicas.reports[rows] > 0.0) & (age >= 0.0) & (age <= LATE_S)
 
@@ -460,7 +460,7 @@ class Fleet:
             column[untried] *= least(decode) / decode[untried]
 
     def _overtake(self, view: FleetView, priority: int) -> None:
-        """Removes requests of lower priority from the queues in the view."""
+        """Removes requests of lower priority from the replicas' queues in the view."""
         tokens, requests = self._ledger.behind(priority)
         view.overtaken = tokens[view.rows]
         view.backlog -= view.overtaken

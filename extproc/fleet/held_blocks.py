@@ -140,7 +140,7 @@ class HeldBlocks:
             self.forget(gone)
 
     def count(self, replica: str) -> int | None:
-        """Returns the number of blocks that a replica reported, or None if not known now."""
+        """Returns the number of blocks that a replica reported; None: unknown at present."""
         blocks = self._replicas.get(replica)
         if blocks is None or not self._is_known(blocks):
             return None
@@ -184,8 +184,8 @@ class HeldBlocks:
         """Returns pairs: a bitmap of replicas, and the number of leading blocks that all of these
         replicas hold.
 
-        From pair to pair the number of blocks rises and replicas drop out. A replica may hold a
-        block and lack an earlier block, so each bitmap is intersected with those before.
+        From pair to pair the number of blocks rises and replicas drop out. Each bitmap is
+        intersected with those before, because a replica may lack a block and hold a later one.
         """
         runs: list[tuple[int, int]] = []
         end, all_before = 0, -1

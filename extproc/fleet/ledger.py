@@ -17,9 +17,9 @@ Ticket = NewType("Ticket", int)  # a request's place in the ledger, from dispatc
 
 
 class Generated(NamedTuple):
-    """Output of a request so far, by its replica's step count.
+    """Output of a request so far, by the steps that its replica has made since the first token.
 
-    Both figures are 0 if no recent poll confirmed the count.
+    Tokens and seconds are 0 if there was no first token, or no recent poll counted the steps.
     """
 
     tokens: float  # of each sequence
@@ -27,8 +27,8 @@ class Generated(NamedTuple):
 
 
 class Ledger:
-    """Requests in flight, by row of their replica. Callers must advance the progress before they
-    call a method."""
+    """Requests in flight. Callers name a replica by its row, and must call
+    :meth:`Progress.advance` before they call a method here."""
 
     def __init__(
         self, replicas: Replicas, requests: Requests, progress: Progress, lengths: OutputLengths
@@ -91,8 +91,8 @@ class Ledger:
         return tokens, cast(Floats, np.bincount(on, np.ones(len(on)), count))
 
     def ends(self, replica: int) -> dict[int, float]:
-        """Returns the time at which each request on the replica ends, by ticket, as if all of them
-        were decoding now."""
+        """Forecasts when each request on the replica ends, by ticket, as if no prompt were waiting
+        for prefill."""
         table, requests = self._replicas, self._requests
         token = table.decode_step.item(replica) / table.tokens_per_step.item(replica)
         here = (requests.replica == replica).nonzero()[0]
@@ -149,8 +149,8 @@ class Ledger:
     def _enqueue(
         self, replica: int, tokens: float, parts: float, priority: float
     ) -> tuple[float, float]:
-        """Queues a prompt behind all others, or before prompts of lower priority. Returns the end
-        of the prompt among the enqueued tokens, and its turn among the replica's sequences."""
+        """Queues a prompt behind all others, or before prompts of lower priority; returns the new
+        request's ``prompt_end`` and ``turn``."""
         replicas, requests = self._replicas, self._requests
         turn = replicas.sent.item(replica) + parts
         replicas.sent[replica] = turn
@@ -187,8 +187,7 @@ class Ledger:
         """Removes from the replica's backlog the part of a prompt that is not prefilled.
 
         The prompts behind move up. numpy finds them among all requests in flight, which takes 5 µs
-        with 12,000 of them. Only requests that end or move before their first token need that; all
-        other ends take the same time with any number in flight.
+        with 12,000 of them, but only if the request has no first token.
         """
         requests, replicas = self._requests, self._replicas
         replica, prompt_end = requests.replica.item(row), requests.prompt_end.item(row)

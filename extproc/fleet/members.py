@@ -31,7 +31,7 @@ class ModelNames:
         return next((name for name in self.served(model) if name in names), None)
 
     def named(self, model: str, names: Container[str]) -> str:
-        """Returns the name among a replica's ``names`` for the model, or else its first name."""
+        """Returns the name among a replica's ``names`` for the model, or else the model's first."""
         return self.known(model, names) or self.served(model)[0]
 
     def requestable(self, served: Iterable[str]) -> list[str]:
@@ -109,7 +109,7 @@ class Members:
         return () if state is None else state.models
 
     def models_removed(self, before: Sequence[str], now: float, after: Sequence[str] = ()) -> None:
-        """Remembers models that a replica no longer serves: the last :data:`MODELS_REMEMBERED`."""
+        """Remembers the models that a replica served ``before`` and does not serve ``after``."""
         for model in before:
             if model not in after:
                 self.departed_models.pop(model, None)

@@ -49,7 +49,7 @@ class Peers:
     def __init__(
         self, own: str, replicas: Replicas, rows: Mapping[str, int], clock: Clock, wall: Clock
     ) -> None:
-        """``own``: this router's name, which marks its own digests; ``rows``: by replica."""
+        """``own``: this router's name, as in its own digests. ``rows``: row of each replica."""
         self._own = own
         self._replicas = replicas
         self._rows = rows
@@ -146,10 +146,10 @@ class Peers:
         return dead or bool(changed.any())
 
     def _attribute(self, to_peer: NDArray[np.bool_], changed: NDArray[np.bool_]) -> None:
-        """Moves polled load between unattributed load and the peers: to peers that count again, and
-        back from peers that no longer count.
+        """Subtracts from the unattributed load what a peer that counts again had at the last polls;
+        adds the same back when a peer no longer counts.
 
-        If a peer did not count at a poll, its load then is taken from its first digest afterwards.
+        If the peer did not count at a poll, its present load stands for its load at the poll.
         """
         replicas, load = self._replicas, self._load
         unknown = np.isnan(load[POLLED_ROWS]) & to_peer[:, None]
@@ -159,8 +159,8 @@ class Peers:
         replicas.set_external()
 
     def polled(self, row: int, sequences: bool) -> None:
-        """Stores the peers' load on a replica at the moment of a poll. ``sequences``: the poll was
-        on time, so the peers' sequences are stored, too, for comparison with the polled ones."""
+        """Stores the peers' KV tokens on a replica at the moment of a poll. If ``sequences``, the
+        poll was on time: also stores their sequences, for comparison with the polled ones."""
         if not len(self):
             return
         load = self._load[:, :, row]
@@ -191,7 +191,7 @@ class Peers:
         self._add_up()
 
     def clear(self, row: int) -> None:
-        """Clears a row that another replica gets."""
+        """Clears the peers' load in a row, because another replica gets the row."""
         missing = len(self._replicas) - self._load.shape[2]
         self._load = np.pad(self._load, ((0, 0), (0, 0), (0, missing)))
         self._load[:, :, row] = 0.0

@@ -57,7 +57,7 @@ class ReplicaBitmaps:
 
 
 class PrefixHits(Struct, eq=False):
-    """Tokens of a prompt in the prefix caches of the candidates, by candidate."""
+    """Tokens of a prompt that each candidate should have in its prefix cache."""
 
     expected: Floats  # reported by the candidate, or estimated from the prompts sent to it
     cached: Floats  # reported tokens, or estimated tokens × trust in the index, see _Trust
@@ -127,8 +127,9 @@ class _Trust:
 
 
 class PrefixIndex:
-    """Units of prompts in each replica's prefix cache: entered when a prompt is sent.
+    """Expected content of each replica's prefix cache, from the prompts sent to the replica.
 
+    A prompt is cut into units of equal length; a key stands for a unit and all units before it.
     vLLM frees the blocks of a request from its last to its first, and evicts the block that was
     freed longest ago. So a replica that holds a unit of a prompt also holds all units before it;
     :meth:`hits` relies on this.
@@ -144,7 +145,7 @@ class PrefixIndex:
         """Bitmap of replicas → their indices among the rows of the last look-up."""
 
     def clear(self, row: int) -> None:
-        """Empties a row: the replica's process restarted, or the row has another replica."""
+        """Empties a row: its replica restarted, or another replica gets the row."""
         if row == len(self._caches):
             self._caches.append(_Cache())
             self._blocks = np.append(self._blocks, 1.0)
@@ -201,20 +202,20 @@ class PrefixIndex:
         return len(cache.recent) * cache.unit
 
     def _end_of_run(self, keys: Keys, start: int, bitmap: int) -> int:
-        """Finds by bisection where a run of keys ends: from ``start`` on, exactly the replicas of
-        ``bitmap`` hold each key of the run."""
+        """Returns the first index after ``start`` at which the replicas that hold the key are no
+        longer exactly those of ``bitmap``; found by bisection."""
         of = self._bitmaps.of
         return bisect_left(
             range(len(keys)), True, start, key=lambda at: of(keys.item(at)) != bitmap
         )
 
     def reported(self, row: int, expected: float, prompt: float, tokens: float) -> None:
-        """Learns from a response that reports the cached tokens of its prompt."""
+        """Updates a replica's trust by a response that reports the cached tokens of its prompt."""
         self._caches[row].reported += prompt
         self._trust.observe(row, expected, tokens)
 
     def polled(self, row: int, state: ReplicaState) -> None:
-        """Learns from the replica's counters if most of its responses report no cached tokens."""
+        """Updates a replica's trust by its counters if most of its responses report no hits."""
         cache = self._caches[row]
         self._blocks[row] = state.block_size
         before = cache.before = cache.before or state

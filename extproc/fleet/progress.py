@@ -42,8 +42,8 @@ class Progress:
         self._looked_ahead = True
 
     def invalidate(self) -> None:
-        """Marks the sums of all replicas as out of date; the next :meth:`advance` computes them
-        anew."""
+        """Marks the sums over each replica's requests as out of date, to be computed anew by
+        :meth:`refresh`."""
         self._changed = True
 
     def remove(self, row: int) -> None:

@@ -181,7 +181,7 @@ class Reconciliation:
     def _last_begun(
         self, row: int, order: Indices, state: ReplicaState, queued: float, alone: bool
     ) -> float:
-        """Returns the number of the last sequence of this router that has a first token.
+        """Returns the ``turn`` up to which this router's sequences have a first token.
 
         ``queued``: sequences of this router in the replica's queue. ``alone``: the replica has no
         requests of other senders.
