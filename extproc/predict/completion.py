@@ -41,8 +41,8 @@ class Prediction(Struct, eq=False):
     def cost_weight(self) -> Floats:
         """Weight of the cost to others, 0…1 (:func:`~extproc.route.policies.completion`).
 
-        1 if the first token does not matter. Otherwise ``max(kv_pressure², min(f / (1 − f), 1))``
-        with f = ``first_token_share``.
+        1 if the response is not streamed and has no target for its first token. Otherwise
+        ``max(kv_pressure², min(f / (1 − f), 1))`` with f = ``first_token_share``.
         """
         if not self.first_token_matters:
             return np.ones(len(self.kv_pressure))
@@ -86,8 +86,8 @@ def predict(
         output_tokens: expected output of each of the request's sequences.
         view: the candidates.
         sequences: sequences in flight on the candidates.
-        held: prompt tokens that each candidate should have in its prefix cache; p − 1 at most
-            count, because vLLM always computes the last token.
+        held: prompt tokens that each candidate should have in its prefix cache. At most p − 1 of
+            them count, because vLLM always computes the last token.
     """
     own = max(profile.sequences, 1)
     prompt, out = float(profile.prompt_tokens), float(output_tokens)
@@ -276,7 +276,7 @@ def add_queue_wait(
     the same time, so the longer of the two counts.
 
     :func:`predict` counts avoidable prefill once for each of the B decoding sequences and once for
-    the cache. The prefill also delays each of the requests ``queued`` for the replica.
+    the cache. Here it counts once more for each of the requests ``queued`` for the replica.
     """
     later = np.maximum(wait - prediction.admission, 0.0)
     prediction.avoidable = prediction.avoidable * (1.0 + queued / (batch + 1.0))
@@ -301,8 +301,8 @@ def work(profile: RequestProfile, prediction: Prediction, view: FleetView, at: i
     replica is just at capacity if the requests that arrive in a second bring 1 s of work. In a
     batch that is not full, a request takes a larger share: work is a lower bound. The stretch of
     decode times is left out, because most of it is prefill of other requests, which is their work.
-    A target for the time per token or for the completion needs faster steps, hence smaller batches,
-    hence a larger share.
+    If the time per token or the completion has a target, steps must be fast enough to meet it: the
+    batch must be smaller, and the share is larger.
     """
     own, out = max(profile.sequences, 1), prediction.output_tokens
     prompt, later = float(profile.prompt_tokens), max(out - 1.0, 0.0)

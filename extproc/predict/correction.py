@@ -53,8 +53,8 @@ class Corrections:
         self._computed_at = -inf
 
     def slowed(self, row: int, factor: float) -> None:
-        """Scales the present predictions of a replica whose estimated step times were multiplied by
-        ``factor``."""
+        """Multiplies by ``factor`` what the replica's present step times would predict, because
+        these step times changed by this factor."""
         if factor != 1.0:
             self._sums[2, row] *= factor
             self._computed_at = -inf
@@ -122,7 +122,7 @@ class FirstTokens:
         self._solution = [0.0, 0.0, 0.0]
 
     def observe(self, step: float, prompt: float, steps_s: float, actual: float) -> None:
-        """Learns from a first token.
+        """Learns the delay of first tokens outside the engine's steps from one first token.
 
         Args:
             step: seconds of a decode step on the replica, with the batch at the decision.
@@ -174,7 +174,7 @@ class ErrorQuantile:
 
 
 class ErrorQuantiles:
-    """Error quantiles of the times that can have targets."""
+    """Error quantile of each time that can have a target: first token, token, completion."""
 
     def __init__(self) -> None:
         self.ttft = ErrorQuantile()

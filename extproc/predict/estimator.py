@@ -85,8 +85,8 @@ class Estimator:
 
     @property
     def evidence(self) -> Floats | None:
-        """Normal equations, with b as the last column; None if the replica is not measured. The
-        next poll changes the array in place."""
+        """Normal equations A·c = b, with b as the last column; None if the replica is not measured.
+        The next poll changes the array in place."""
         return self._equations if self._equations[:, :4].sum() > _MEASURED else None
 
     @property
@@ -95,7 +95,7 @@ class Estimator:
         return StepModel(c0, prefill, batch, kv).slowed(self._scale)
 
     def poll(self, counts: EngineCounts, fleet: Prior = PROFILE_PRIOR) -> None:
-        """Learns from a poll; ``fleet``: the prior of the replica's fleet."""
+        """Learns step times from the counts of a poll; ``fleet``: the prior of the fleet."""
         elapsed = 0.0 if self._polled_at is None else counts.at - self._polled_at
         self._polled_at = counts.at
         self._forget(elapsed, idle=counts.in_flight == 0)
@@ -125,7 +125,7 @@ class Estimator:
         return min(max(scale, 1 / _MOST_SCALE), _MOST_SCALE)
 
     def _expected(self, work: Work, solution: Sequence[float]) -> float:
-        """Seconds that the work takes by these coefficients."""
+        """Seconds that the work takes by the coefficients ``solution``."""
         return float(sum(map(mul, map(mul, solution, self._unit), work.terms)))
 
     def _bounded(self, work: Work, fleet: Prior) -> Work:

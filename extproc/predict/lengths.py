@@ -75,11 +75,9 @@ class _Rows:
         self._of[kind] = self._of.pop(kind)
 
     def add(self, kind: _Kind, keep: Callable[[int], bool]) -> int | None:
-        """Adds a kind and returns its row: a free row, or the row of the least recently used kind,
-        which is dropped.
+        """Gives a kind a free row, else the row of the least recently used kind, which is dropped.
 
-        ``keep``: True for a row that must not change its kind. Returns None if ``keep`` holds for
-        all rows.
+        ``keep(row)``: True if a row must not change its kind. Returns the row; None: all are kept.
         """
         if not self._free:
             old = next((old for old, row in self._of.items() if not keep(row)), None)
@@ -114,15 +112,15 @@ class OutputLengths:
         self._tokens: Floats = self._sums[1]
 
     def row(self, profile: RequestProfile) -> int:
-        """Returns the histogram row of the request's finest kind that has one; row 0 counts all
-        requests."""
+        """Returns the row of the request's finest kind that has a histogram; if none has one, row
+        0, which counts all requests."""
         for kind in reversed(_kinds(profile)):
             if (row := self._table(kind).find(kind)) is not None:
                 return row
         return 0
 
     def hold(self, profile: RequestProfile) -> int:
-        """Returns :meth:`row`. Until :meth:`release` no other kind may take the row."""
+        """Returns :meth:`row`, and keeps other kinds from taking this row until :meth:`release`."""
         row = self.row(profile)
         self._in_flight[row] += 1
         return row
@@ -245,9 +243,9 @@ class OutputLengths:
 
 @lru_cache(maxsize=16)
 def _spread(edges: tuple[float, ...]) -> Floats:
-    """Returns suffix sums for one request in each bucket of a replica's histogram. The request is
-    spread evenly over the lengths in its bucket. ``edges``: upper bounds of the buckets; cached,
-    because replicas use few different bounds."""
+    """Returns for each bucket of a replica's histogram the suffix sums of one request, spread
+    evenly over the lengths in the bucket. ``edges``: upper bounds of the buckets. Results are
+    cached, because replicas use few different bounds."""
     shares = np.zeros((len(edges), len(_LENGTHS)))
     lower = 0
     for share, edge in zip(shares, edges, strict=True):

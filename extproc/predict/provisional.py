@@ -18,7 +18,7 @@ class ProvisionalSpeeds:
         self._sums: dict[int, tuple[int, float, float]] = {}  # by row: count, usual steps, seconds
 
     def observe(self, row: int, usual_steps: float, seconds: float) -> None:
-        """Learns from the time to a first token.
+        """Learns the replica's slowness from one time to first token.
 
         Args:
             row: row of the replica.

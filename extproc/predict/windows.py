@@ -161,7 +161,7 @@ def warms_up(before: float, after: float) -> bool:
 
 
 def _paused(last: EngineCounts, counts: EngineCounts) -> bool:
-    """True if the engine restarted, may have been idle, or if a counter fell."""
+    """True if between two polls the engine restarted or may have been idle, or a counter fell."""
     return (
         warms_up(last.steps, counts.steps)
         or counts.steps < last.steps
