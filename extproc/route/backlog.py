@@ -63,13 +63,13 @@ class Backlog:
         return next(reversed(self._tenants[tenant]))
 
     def await_replica(self, request: Waiting) -> None:
-        """Put a request into the line of its model on the replica that it waits for, if any."""
+        """If a request waits for a replica, put it into its model's line on this replica."""
         if request.row is not None:
             self._count(request, request.row, 1.0)
             self._add(request, self._replicas.setdefault(request.row, {}))
 
     def await_no_more(self, request: Waiting) -> None:
-        """Take a request out of the line on the replica that it waits for, if any."""
+        """If a request waits for a replica, take it out of its line on this replica."""
         if request.row is None:
             return
         self._count(request, request.row, -1.0)
@@ -120,10 +120,10 @@ class Backlog:
         return sorted(found, key=rank)
 
     def ahead(self, view: FleetView, place: Place) -> tuple[Floats, Floats]:
-        """Return the load queued for each candidate, as a request with this place would meet it.
+        """Return the queued load that a request with this place would meet at each candidate.
 
         The first array counts the requests of the same or a higher priority that wait for the
-        candidate. The second is the delay in seconds by such requests that go before the place.
+        candidate. The second has the seconds of delay by those of them that go before the place.
         Requests of higher priority go first. At the same priority T tenants take turns: if a tenant
         has w seconds of work queued, at most T·w seconds of work go before its last request.
         """
@@ -137,7 +137,7 @@ class Backlog:
         return requests, np.maximum(seconds, 0.0) * np.where(free > 0.0, _RUNS_BEFORE, 1.0)
 
     def _share(self, priority: int, seconds: Floats, place: Place) -> float:
-        """Share, 0…1, of a priority's queued work that goes before the place."""
+        """Share, 0…1, of the queued work of ``priority`` that goes before the place."""
         total = float(seconds.sum())
         if priority > place.priority or total <= 0.0:
             return 1.0

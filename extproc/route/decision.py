@@ -84,8 +84,8 @@ class Forecast(Struct, eq=False):
 
     @property
     def predicts_hits(self) -> bool:
-        """True if this request tests the prefix index: its reported hits can be compared with the
-        expected ones."""
+        """True if the response's reported hits test the prefix index: it estimated them, for a
+        single sequence."""
         return self.hits_estimated and self.profile.sequences == 1
 
 

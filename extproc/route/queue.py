@@ -123,7 +123,7 @@ class Queue:
         return True
 
     def enter(self, request: Waiting) -> None:
-        """Queue a request that may not start now; if the queue is full, refuse the victim."""
+        """Queue a request; if the queue then has too many, refuse :meth:`Backlog.victim`."""
         request.number = next(self._numbers)
         self._requests[request] = None
         self._due.put(request, request.retry_at, request.number)

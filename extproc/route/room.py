@@ -34,6 +34,7 @@ def room_wait_s(situation: Situation, among_others: bool) -> Floats | None:
     wait for a place is sent all the same: it takes the next free place at once, and shows if the
     batch has more places than the router has learned. A replica always has room if no request is in
     flight there, because none could end, or if it can never hold the whole request.
+    ``among_others``: as in :func:`full_at`.
     """
     profile, view, prediction = situation.profile, situation.view, situation.prediction
     full = full_at(profile.objective.priority, among_others)

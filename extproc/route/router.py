@@ -21,7 +21,7 @@ from extproc.route.waiting import Place
 
 _SMALL = 0.2
 """Largest predicted time to first token ÷ completion with which a decode time is learned although
-the first token was not observed. Above it an error of the prediction would count too much."""
+the first token was not observed. Above 0.2, errors of the prediction would count too much."""
 
 _STEPS, _SHARE = 2.0, 0.02  # tokens, or share of the output bound, that the ledger may miss
 
@@ -37,8 +37,8 @@ class Router:
         session_cost_s: float = 0.0,
         backlog: Backlog | None = None,
     ) -> None:
-        """``session_cost_s``: seconds of delay that a request accepts to stay on its session's
-        replica; ``backlog``: requests queued at this router; None: no request ever waits."""
+        """``session_cost_s``: longest delay, in seconds, that a request accepts to stay on its
+        session's replica. ``backlog``: requests queued at this router; None: none may wait."""
         self.fleet = fleet
         self.error_quantiles = ErrorQuantiles()
         self._session_cost_s = session_cost_s

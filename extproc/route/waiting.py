@@ -40,7 +40,7 @@ class Place:
     last_chance = False  # True: the request starts wherever it can now, or is refused
 
     def __init__(self, profile: RequestProfile, since: float, decode_s: float, cost: float) -> None:
-        """``since``: arrival, seconds on the queue's clock; ``cost``: replica-seconds."""
+        """``since``: arrival. ``decode_s``: predicted decode time. ``cost``: replica-seconds."""
         self.profile = profile
         self.model = profile.model
         self.key = self.priority, self.tenant = key_of(profile)
@@ -88,8 +88,8 @@ class Waiting(Place):
         self.wait_on(decision, since)
 
     def wait_on(self, decision: Decision | None, now: float) -> None:
-        """Record what the request waits for: the replica of ``decision``, or, if None, any replica
-        that serves the request."""
+        """Record what the request waits for: the replica of ``decision``; None: any replica that
+        serves the request."""
         self.decided_at = now
         self.unserved_since = None if decision else self.unserved_since or now
         self.replica, self.row, self.tokens = "", None, 0.0
