@@ -26,7 +26,7 @@ _HASH_BITS = 2**64 - 1
 
 
 class Mark(NamedTuple):
-    """The last batch of events that was applied."""
+    """Identity of the last batch of events that was applied."""
 
     number: int
     digest: bytes
@@ -74,8 +74,8 @@ class KvBlocks:
         self._whole_at = -math.inf
 
     def reset(self, complete: bool) -> None:
-        """Forgets all blocks. ``complete``: the replica holds no block; otherwise its blocks are
-        unknown."""
+        """Forgets all blocks. ``complete``: True: the replica holds no block; False: its blocks
+        are unknown."""
         self._keys.clear()
         self._copies.clear()
         self._changes.clear()

@@ -158,7 +158,7 @@ class KvStream:
         return True
 
     def _begin(self, first: "_Batch") -> None:
-        """Starts from the oldest batch of the replay, or from the end of an empty replay."""
+        """Starts anew from the first message of a replay: its oldest batch, or its end."""
         if first.number > 0:
             self._give_up("its oldest events are lost: raise buffer_steps of its KV events")
         elif self._last is None:

@@ -206,7 +206,7 @@ def _kv_cache(configs: list[bytes]) -> tuple[int, int]:
 
 
 def _output_lengths(buckets: list[bytes]) -> tuple[tuple[float, float], ...]:
-    """Returns the upper bound, in generated tokens, and the requests of each bucket."""
+    """Returns for each bucket its upper bound, in generated tokens, and its requests."""
     below: dict[float, float] = {}
     for line in buckets:
         if edge := _EDGE.search(line):

@@ -252,7 +252,6 @@ class PolledReplica:
         self._publish(structs.replace(self.state or self._blank(), **update))
 
     def _problem(self, error: ScrapeError) -> str:
-        """Returns why the replica is not healthy."""
         unanswered = self.state is not None and self.state.unanswered_s > 0.0
         connects = not isinstance(error, UnreachableError)
         return _HANGS if unanswered and connects and isinstance(error, SilentError) else str(error)
