@@ -135,7 +135,7 @@ def _parsed(key: str, text: str, origin: str) -> _Value:
 
 
 def _place(origin: str, key: str) -> str:
-    """Source and key of a value, for messages; the name of a flag has both."""
+    """Source and key of a value, for messages; the name of a flag shows both."""
     return origin if origin == f"--{key}" else f"{origin}: {key}"
 
 

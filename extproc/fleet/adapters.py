@@ -111,7 +111,7 @@ class AdapterSlots:
             self._forecast(row, now)
 
     def load_measured(self, replica: str, seconds: float) -> None:
-        """Learns the time to load an adapter: a first token came ``seconds`` late because of it."""
+        """Learns that a replica took ``seconds`` to load an adapter, by a late first token."""
         if (row := self._members.get(replica)) is not None:
             loads = self._slots[row].loads
             loads.append(max(seconds, 0.0))

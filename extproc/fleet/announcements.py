@@ -53,7 +53,7 @@ class PromptLog:
         self._add(replica, NO_PREFIX)
 
     def take(self) -> tuple[SentPrompt, ...]:
-        """Removes and returns the oldest prompts, at most a batch."""
+        """Removes and returns the oldest prompts, at most ``_MAX_BATCH``."""
         return tuple([self._pop() for _ in range(min(len(self._pending), _MAX_BATCH))])
 
     def _add(self, replica: str, prefix: Prefix) -> None:
@@ -89,7 +89,7 @@ class OwnerMap:
         self._owners[key] = replica
 
     def record(self, key: str, replica: str) -> None:
-        """Stores an owner that this router observed, and announces a change; ignores empty keys."""
+        """Stores an owner that this router observed; announces it if new. Ignores empty keys."""
         if not key:
             return
         if self._owners.get(key) != replica:

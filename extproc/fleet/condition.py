@@ -105,7 +105,7 @@ class Condition:
     def hung_or_stalled(self, now: float, trials: bool) -> str:
         """Returns why the replica counts as hung or stalled, or an empty string.
 
-        ``trials``: a stalled replica does not count as stalled while it is due for a trial.
+        If ``trials``, a stalled replica that is due for a trial does not count as stalled.
         """
         if is_hung(self.state):
             return f"accepts connections, but has answered nothing for {HUNG_S:g} s"

@@ -31,7 +31,7 @@ class ModelNames:
         return next((name for name in self.served(model) if name in names), None)
 
     def named(self, model: str, names: Container[str]) -> str:
-        """Returns the name among a replica's ``names`` for the model, or else the model's first."""
+        """Returns the model's name that is among ``names`` of a replica; if none is, its first."""
         return self.known(model, names) or self.served(model)[0]
 
     def requestable(self, served: Iterable[str]) -> list[str]:
@@ -46,11 +46,11 @@ class ModelNames:
         return tuple(self._draws.get(requested, (requested,)))
 
     def draw(self, requested: str, among: Iterable[str], random: Random) -> str:
-        """Draws one of the models of a requested name by the configured weights.
+        """Draws one of the models that a requested name stands for, by the configured weights.
 
         Args:
             requested: the name in the request.
-            among: models of that name that can be served now; empty: all models of that name.
+            among: those of these models that can be served now; empty: draw among all of them.
             random: source of the draw.
         """
         weights = self._draws.get(requested, {requested: 1.0})

@@ -101,7 +101,7 @@ class Peers:
         """Stores a digest that Redis received ``age`` seconds ago, unless a newer one arrived
         before.
 
-        The fleet's progress must be advanced before. Returns True if the sums changed.
+        Call :meth:`Progress.advance` before. Returns True if the sums changed.
         """
         now, name, changed = self._clock(), digest.router, False
         if name == self._own:
@@ -215,7 +215,7 @@ class Peers:
         self._add_up()
 
     def _take(self, place: int, digest: Digest) -> None:
-        """Replaces the peer's figures on the replicas that the digest is about."""
+        """Replaces a peer's figures by those of its digest; ``place``: index of the peer."""
         replicas, load = self._replicas, self._load[:FIGURES, place]
         rows = np.array([self._rows.get(name, -1) for name in digest.replicas], dtype=np.intp)
         known = (rows >= 0).nonzero()[0]

@@ -163,7 +163,7 @@ class Progress:
             peers.move(part, (replicas.steps - before) * replicas.tokens_per_step)
 
     def _prefill(self, elapsed: float, queue: Floats) -> tuple[Floats, Floats]:
-        """Prefills the queues; returns the seconds taken, and the share of each queue prefilled.
+        """Prefills the replicas' queues; returns the seconds taken and the share prefilled of each.
 
         The order of prompts from several routers is unknown, so every router's backlog shrinks by
         the same share.

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 RESOLVE_S = 2.0
 """Seconds between two reads of DNS names and the replicas file; also the timeout of a lookup."""
 _UNNAMED_S = 10.0
-"""Seconds without a mention in DNS answers after which an address drains. An answer may name only
-some of a host's addresses, but within this time the answers name every address."""
+"""Seconds without a mention in DNS answers after which an address drains. One answer may name only
+some of a host's addresses, but all answers in this time together name every address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class Target:
 class Discovery:
     """Looks up the replicas of all sources; a source whose lookup fails keeps its last replicas.
 
-    An address that DNS no longer names stays a target while its replica answers scrapes. The
-    replica is drained after ``_UNNAMED_S``.
+    An address that DNS no longer names stays a target while its replica answers scrapes. Once
+    unnamed for ``_UNNAMED_S``, the replica is drained.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ async def run_poller(config: Config) -> None:
 
 
 class Health:
-    """Why a poller fails ``/livez`` or ``/readyz``: the reasons of all its pools together. Without
+    """Reasons, from all pools together, for which a poller fails ``/livez`` or ``/readyz``. Without
     a reason, the check passes."""
 
     def __init__(self, pools: Iterable[str], clock: Clock) -> None:

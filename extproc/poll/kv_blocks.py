@@ -51,9 +51,9 @@ class KvBlocks:
     """Blocks of one engine, each with the engine's hash and a key that routers can compute.
 
     A router cannot compute the engine's hashes from a prompt, so each block gets a key, computed
-    from its tokens and its parent's key. Blocks whose tokens or adapter a router cannot know are
-    skipped: blocks with images, the blocks after them, and blocks of adapters that events name only
-    by number.
+    from its tokens and the key of the block before. Blocks whose tokens or adapter a router cannot
+    know are skipped: blocks with images, the blocks after them, and blocks of adapters that events
+    name only by number.
     """
 
     def __init__(self, random: Random, clock: Clock) -> None:

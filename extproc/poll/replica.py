@@ -118,7 +118,7 @@ class PolledReplica:
             self._kv_stream.resend_all()
 
     def stop(self) -> None:
-        """Stops all tasks at once, so that no task publishes a state after its removal."""
+        """Stops all tasks at once, so that none publishes a state once the replica's is removed."""
         self._task.cancel()
         self._stop_counting_silence()
         self._models.restart()

@@ -77,7 +77,7 @@ class _Rows:
     def add(self, kind: _Kind, keep: Callable[[int], bool]) -> int | None:
         """Gives a kind a free row, else the row of the least recently used kind, which is dropped.
 
-        ``keep(row)``: True if a row must not change its kind. Returns the row; None: all are kept.
+        Returns the row; None if all rows must keep their kind. ``keep``: tells this of one row.
         """
         if not self._free:
             old = next((old for old, row in self._of.items() if not keep(row)), None)

@@ -84,8 +84,8 @@ class Forecast(Struct, eq=False):
 
     @property
     def predicts_hits(self) -> bool:
-        """True if the response's reported hits test the prefix index: it estimated them, for a
-        single sequence."""
+        """True if the hits of this request test the prefix index: the index estimated them, and the
+        request has a single sequence."""
         return self.hits_estimated and self.profile.sequences == 1
 
 

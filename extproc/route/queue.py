@@ -123,7 +123,7 @@ class Queue:
         return True
 
     def enter(self, request: Waiting) -> None:
-        """Queue a request; if the queue then has too many, refuse :meth:`Backlog.victim`."""
+        """Queue a request; if the queue is then over its limit, refuse :meth:`Backlog.victim`."""
         request.number = next(self._numbers)
         self._requests[request] = None
         self._due.put(request, request.retry_at, request.number)
@@ -222,7 +222,7 @@ class Queue:
         return True
 
     def _stays(self, request: Waiting, decision: Decision | None, now: float) -> bool:
-        """Return True if a request stays in the queue, for room or for a replica that serves it.
+        """Return True if a request stays queued, for room or until a replica serves its model.
 
         After 5 s without progress the first request of a model is sent to the replica that it waits
         for, even if the replica looks full: its gauges may be wrong.

@@ -212,7 +212,7 @@ class Router:
         seconds: float,
         ttft: float | None = None,
     ) -> None:
-        """Learn output length and speed of the replica from an answer that reported its usage.
+        """Learn output length, and the replica's speed, from an answer that reported its usage.
 
         Args:
             forecast: forecast at the time when the request was sent.
