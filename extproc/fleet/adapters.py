@@ -33,7 +33,7 @@ class _Slots:
     count: int = 0  # 0: not known
     in_use: dict[str, set[int]] = field(default_factory=dict)
     """Adapters in use → tickets of this router's requests; empty: only polls report the adapter.
-    The first adapters have the slots, and the others wait for a slot in this order."""
+    The first ``count`` adapters have the slots, and the others wait for a slot in this order."""
     used_at: dict[str, float] = field(default_factory=dict)
     """Adapters in use or loaded → when their use last began, ended, or was seen by a poll."""
     polled_at: float = -inf

@@ -157,9 +157,9 @@ def _has_work(state: ReplicaState) -> bool:
 
 
 def _figures(state: ReplicaState) -> tuple[float, ...]:
-    """Returns the figures of which an engine at work changes some in each step.
+    """Returns figures of which an engine at work changes at least one in each step.
 
-    KV usage is one: a step that prefills only a part of a prompt changes no counter of vLLM.
+    A step that prefills only a part of a prompt changes KV usage, but no counter of vLLM.
     """
     counters = state.steps, state.prompt_tokens, state.generated_tokens, state.first_tokens
     return *counters, state.kv_usage, state.running, state.waiting

@@ -26,8 +26,8 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _CONNECT_S = 5.0
 _LIST_S = 10.0
 _WATCH_S = 40
-"""Seconds after which the API server ends a watch. The list that follows fails if the server is
-gone. Less than the minute of silence after which proxies may cut the connection."""
+"""Seconds after which the API server ends a watch, so that the next list soon shows if the server
+is gone. Less than the minute of silence after which proxies may cut the connection."""
 _LATE_S = 5.0  # seconds beyond ``_WATCH_S`` after which the client ends the watch
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 10.0

@@ -53,8 +53,8 @@ class Corrections:
         self._computed_at = -inf
 
     def slowed(self, row: int, factor: float) -> None:
-        """Multiplies by ``factor`` what the replica's present step times would predict, because
-        these step times changed by this factor."""
+        """Notes that a replica's estimated step times were multiplied by ``factor``, and with them
+        what they would predict for its past requests."""
         if factor != 1.0:
             self._sums[2, row] *= factor
             self._computed_at = -inf

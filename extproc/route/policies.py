@@ -80,7 +80,7 @@ def completion(situation: Situation) -> Floats:
     target for its first token. For a streamed response w is mostly the square of the KV pressure.
     With free KV space the request's own completion decides. On a full replica, where all requests
     wait, the time that others lose counts as well. With w = 1, streamed requests with long prompts
-    would queue behind each other, only to spare the replicas that decode.
+    would queue behind each other, only to spare decoding sequences.
     """
     prediction = situation.prediction
     cost_to_others = prediction.cost_weight * prediction.cost_to_others
