@@ -79,7 +79,7 @@ def seed_of(*names: str) -> int:
 
 
 def unit_keys(data: bytes, seed: int) -> Keys:
-    """Return a key for each whole unit (``UNIT_BYTES``): a hash of ``data`` up to the unit's end."""
+    """Return a key for each whole unit (``UNIT_BYTES``): a hash of ``data`` to the unit's end."""
     units = min(len(data) // UNIT_BYTES, _MOST_UNITS)
     return token_keys(np.frombuffer(data, "<u4", units * _UNIT_WORDS), _UNIT_WORDS, seed)
 
