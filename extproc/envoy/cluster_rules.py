@@ -140,9 +140,9 @@ def _ports(file: EnvoyFile, cluster: Node) -> set[int]:
 
 
 def _listed_routers(file: EnvoyFile, named: bool) -> list[Node]:
-    """Return the routers' clusters that list members: with a host name if ``named``, else without.
+    """Return the routers' clusters that list members: by host name if ``named``, else by address.
 
-    A host name may belong to a Service of Kubernetes, which may map the port to another port.
+    A host name may belong to a Kubernetes Service, which may map the port to another port.
     """
 
     def has_name(cluster: Node) -> bool:

@@ -157,9 +157,9 @@ class PoolMembers:
 
 
 def _health(state: ReplicaState) -> HealthStatus:
-    """Return the health that Envoy's fallback policy goes by; a router may choose any member.
+    """Return the health that Envoy's fallback policy obeys; a router may choose any member.
 
-    So a draining replica gets new requests only from routers that find no other replica.
+    So the fallback sends nothing to a draining replica. A router does, if no other can serve.
     """
     if state.draining:
         return HealthStatus.DRAINING
@@ -169,8 +169,8 @@ def _health(state: ReplicaState) -> HealthStatus:
 def load_assignment(name: str, members: Mapping[str, HealthStatus]) -> bytes:
     """Return an encoded ``ClusterLoadAssignment``.
 
-    Encoding a member takes a millisecond, so unchanged members come from a cache. Concatenated
-    protobuf messages are one message with the fields of all.
+    Encoding a member takes a millisecond, so unchanged members come from a cache. The members'
+    bytes are joined: concatenated protobuf messages are one message with the fields of all.
     """
     locality = b"".join(_encoded(id_, health) for id_, health in sorted(members.items()))
     head = bytes(ClusterLoadAssignment(cluster_name=name))

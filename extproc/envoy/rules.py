@@ -95,7 +95,7 @@ def _bodies_first(file: EnvoyFile) -> list[Node]:
 
 
 def _managers(file: EnvoyFile, has: Callable[[Node], bool]) -> list[Node]:
-    """Return connection managers that contain an ext_proc filter with this property."""
+    """Return connection managers with an ext_proc filter for which ``has`` returns true."""
     managers = file.all(MANAGER)
     return [manager for manager in managers if any(map(has, file.all(EXT_PROC, manager)))]
 
@@ -112,7 +112,7 @@ def _lacking(wanted: Iterable[str], present: list[str]) -> str:
 
 
 def _namespaces(filter: Node, way: str = "receiving") -> list[str]:
-    """Return the metadata namespaces that a filter receives from the router or forwards to it."""
+    """Return the metadata namespaces in an option of a filter: ``receiving`` or ``forwarding``."""
     return list(filter["metadata_options"][f"{way}_namespaces"]["untyped"])
 
 
