@@ -139,7 +139,7 @@ async def _queue(
     decision: Decision | None,
     decide: Callable[[Place], Decision | None],
 ) -> Decision:
-    """Queues the request until the queue dispatches or refuses it."""
+    """Queues the request until it is dispatched; returns the decision, or raises a Refusal."""
     services, since = exchange.services, exchange.services.clock()
     outcome: asyncio.Future[Decision | Exception] = asyncio.get_running_loop().create_future()
     entering = True  # a request that the queue dispatches at once has not waited
@@ -187,7 +187,7 @@ def _may_be_served_soon(services: Services, profile: RequestProfile) -> bool:
 
 
 def _leave_to_envoy(exchange: Exchange, profile: RequestProfile) -> None:
-    """Leaves a request for which no replica is usable to Envoy's fallback, or refuses it.
+    """Leaves the request to Envoy's fallback, or refuses it, because no replica is usable.
 
     The fallback may choose any replica. So the router refuses the request unless all replicas know
     the model under the requested name.

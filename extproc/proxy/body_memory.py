@@ -90,7 +90,7 @@ class BufferedBody:
             self._resize(len(data))
 
     def take(self) -> bytes:
-        """Returns the bytes without keeping them; they count until :meth:`release`."""
+        """Returns the bytes and drops them; ``BodyMemory`` counts them until :meth:`release`."""
         data, self._chunks = self.data, []
         return data
 

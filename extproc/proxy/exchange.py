@@ -127,7 +127,7 @@ class Exchange:
                 return message
 
     def hold_body(self, message: ProcessingRequest) -> None:
-        """Stores the body, which came whole in this message."""
+        """Stores the body of the request, all of which came in this message."""
         self.body.add(message.request_body.body)
         self.body.whole = True
 
@@ -180,7 +180,7 @@ class Exchange:
                 self._trace.answered(in_flight.outcome)
 
     def ended_unsent(self, result: str, error: str = "") -> None:
-        """Counts a request that the router sends to no replica."""
+        """Counts, as ``result``, a request that the router sends to no replica."""
         self.services.metrics.requests.add(result)
         if self.services.recorder:
             since_arrival_s = self.services.clock() - self.arrived_at

@@ -25,7 +25,7 @@ _RESPONSE_HEADERS = frozenset({"content-type", _OVERLOADED})
 
 class InFlight:
     """Keeps the request's entry in the ledger, records which replica serves the request, and learns
-    from its response.
+    from the response.
 
     If Envoy does not forward the response, the router learns only that the request has ended.
     """

@@ -25,7 +25,7 @@ from extproc.route.router import Router
 
 RESERVED_FOR_ADAPTERS = 0.5  # fraction of the chunk budget for streams that load an adapter
 CHUNKS_SAVED_S = 60.0
-"""Seconds for which unspent budget adds up: after a quiet time the router reads whole responses."""
+"""Seconds for which unspent chunks add up: after a quiet time the router reads whole responses."""
 _RESPONSES_PER_S = 100.0  # so a replica with 1% of the requests shows a response each second
 
 

@@ -188,15 +188,15 @@ def _has_unserved_mode(exchange: Exchange) -> bool:
 def _warn_of_body_mode() -> None:
 
     logger.error(
-        "request_body_mode of an Envoy is neither BUFFERED nor FULL_DUPLEX_STREAMED: its fallback "
-        "policy chooses; run 'extproc check --envoy YOUR.yaml'"
+        "request_body_mode of an Envoy is neither BUFFERED nor FULL_DUPLEX_STREAMED: Envoy's "
+        "fallback policy chooses the replicas; run 'extproc check --envoy YOUR.yaml'"
     )
 
 
 async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
-    """Passes each message of a request on unchanged, and only then predicts the request.
+    """Passes each message of a request on unchanged, and only then decides as if to route it.
 
-    The router predicts when it has the whole request, when it has as much of the request as it may
+    The router decides when it has the whole request, when it has as much of the request as it may
     hold, or when the response begins, whichever comes first.
     """
     body, headers, enough = exchange.body, exchange.headers, False
