@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
 _VARIED_S, _VARIED_BY = 0.2, 0.618
-"""Pauses between turns vary within this range (s), each time by this part of it. A CPU limit stops a
-process in the same part of every 100 ms: equal pauses would all end in such a stop, or none."""
+"""Pauses between turns vary within this range (s), each time by this part of it. A CPU limit stops
+a process in the same part of every 100 ms: equal pauses would all end in such a stop, or none."""
 _WARNINGS_EVERY = 5  # turns of the loop in ``run``
 _REFUSED = "requests refused: add or start replicas, or change the limits (docs/overload.md)"
 _FAILED = "requests failed on replicas: read the log of each replica"
