@@ -37,7 +37,7 @@ _ENDPOINTS = bytes([2 << 3 | 2])  # protobuf tag of ``endpoints`` in ClusterLoad
 
 
 async def run_eds(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Tell Envoy the replicas of every pool until SIGTERM or SIGINT.
 
     Raises:
         OSError: the port is in use.
@@ -138,8 +138,8 @@ class PoolMembers:
                 return self._remove(replica)
 
     def drop_stale(self, after_s: float) -> list[str]:
-        """Remove and return the replicas that :meth:`~extproc.fleet.members.Staleness.stale`
-        finds."""
+        """Remove and return the replicas without an update for ``after_s`` seconds (see
+        :meth:`~extproc.fleet.members.Staleness.stale`)."""
         stale = self._staleness.stale(after_s)
         for id_ in stale:
             self._remove(id_)

@@ -112,7 +112,7 @@ class EnvoyFile(Tree):
         ] or self.all(EXT_PROC)
 
     def is_enabled(self, filter: Node) -> bool:
-        """Return true if the filter's entry is not disabled, or a route enables it."""
+        """Return true if the entry in ``http_filters`` is not disabled, or a route enables it."""
         return all(
             any(not setting["disabled"] for _, setting in self._settings(entry))
             for entry in self._entries(EXT_PROC)

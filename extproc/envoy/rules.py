@@ -35,7 +35,7 @@ _REMOVE_EARLY = (
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A condition on certain nodes of an Envoy file, which are protobuf messages."""
+    """A condition on certain protobuf messages (nodes) of an Envoy file."""
 
     id: str
     level: Level  # of a message that breaks the rule
@@ -63,7 +63,7 @@ class Rule:
 
 
 def mode(filter: Node, name: str) -> str:
-    """Return a mode of an ext_proc filter, such as ``request_body``."""
+    """Return the processing mode that an ext_proc filter has for ``name``: ``request_body``, …"""
     return str(filter["processing_mode"][f"{name}_mode"])
 
 
