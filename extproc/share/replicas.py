@@ -18,8 +18,8 @@ from extproc.share.lists import PUT, KnownLists, Put, sealed, sealed_lists
 from extproc.share.reader import ChannelReader, keys_after, stored_values
 
 _MAX_IN_MESSAGE = 16
-"""Limit of states in a message. To receive a message costs a router as much as to apply one state; 16
-states block the router's event loop for a millisecond."""
+"""Limit of states in a message. To receive a message costs a router as much as to apply one state;
+16 states block the router's event loop for a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
