@@ -1,7 +1,7 @@
 """Command ``extproc``: imports only the module of the command that runs.
 
-A module has ``add_arguments(parser)`` and ``run(args)``, which returns the exit status: 0 success,
-1 failure, 2 wrong usage. Errors are :class:`~extproc.cli.arguments.CommandError`.
+A command's module has ``add_arguments(parser)`` and ``run(args)``, which returns the exit status:
+0 success, 1 failure, 2 wrong usage. Errors are :class:`~extproc.cli.arguments.CommandError`.
 """
 
 import argparse

@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(least: int, most: float = inf) -> Callable[[str], int]:
-    """Return the argument type of a whole number within limits."""
+    """Return an argument type for argparse: a whole number from ``least`` to ``most``."""
     limits = f"from {least} {'on' if most == inf else f'to {most}'}"
     return _checked(int, f"a whole number {limits}", lambda value: least <= value <= most)
 

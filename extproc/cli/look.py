@@ -91,7 +91,7 @@ async def _decisions_of(
 ) -> list[dict[str, Any]] | str:
     """Return the decisions of a router, or the reason why the router does not answer.
 
-    If Redis named the router, each record gets the field ``router``.
+    If Redis told the router's name, each record gets the name as the field ``router``.
     """
     try:
         records = await fetch_decisions(router.admin, args.request_id, args.last, config.admin)
@@ -148,7 +148,7 @@ async def _top(args: argparse.Namespace, config: Config) -> str:
 
 
 class _Followed:
-    """Router whose snapshots are read."""
+    """Router whose snapshots ``extproc top`` reads and shows."""
 
     def __init__(self, router: AskedRouter, changed: asyncio.Event) -> None:
         """``changed`` is set after each snapshot and after each failure."""

@@ -102,7 +102,7 @@ async def _run(args: argparse.Namespace, settings: RedisSettings, pool: str) -> 
 
 @dataclass(frozen=True, slots=True)
 class PoolReplica:
-    """State of a replica in Redis."""
+    """Replica of a pool, with its state in Redis."""
 
     id: str  # ip:port
     state: ReplicaState | None  # None: no poller has written it yet, or it has expired
@@ -178,7 +178,7 @@ def _is_replaceable(replica: PoolReplica, replicas: Sequence[PoolReplica]) -> bo
 
 
 async def _until_empty(states: StateReader, replica: PoolReplica, seconds: float) -> str:
-    """Wait until the metrics of a draining replica show no requests."""
+    """Wait up to ``seconds`` until the replica shows no requests; return the line to print."""
     started = monotonic()
     empty: set[float] = set()  # times of scrapes
     while True:

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _running(config: Config, router: str, envoy_admin: str | None) -> dict[str, bytes]:
-    """Pages of the router, or the router's error instead, and findings on the running system."""
+    """Files of the archive, by name: findings, and the router's pages or else its error."""
     # Failures are findings here: do not also log the failures of parts that the checks use.
     logging.getLogger("extproc").addHandler(logging.NullHandler())
     findings = check_replicas(config) + await check_live(config, envoy_admin)

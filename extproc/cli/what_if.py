@@ -80,7 +80,7 @@ def _change(args: argparse.Namespace, scene: Scene) -> Change:
 
 
 def _replicas(given: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-    """Return the given names; a number N stands for N of ``names`` in turn, from the first on."""
+    """Return the given names; a number N is replaced by N names, taken from ``names`` in turn."""
     found = list[str]()
     for word in given:
         if word in names or not word.isdecimal():

@@ -1,4 +1,4 @@
-"""Checks an Envoy file."""
+"""Checks an Envoy file with tables of rules."""
 
 from collections.abc import Mapping
 
@@ -29,7 +29,7 @@ _NO_FILTER = (
 
 
 def check_envoy(tree: object, config: Config | None = None) -> list[Finding]:
-    """Check an Envoy file that :mod:`extproc.ground.yaml_file` read; the worst findings first."""
+    """Return findings on a file that :mod:`extproc.ground.yaml_file` read, the worst first."""
     file = EnvoyFile(tree, config)
     found = [*file.findings]
     if not file and _is_envoy_gateway(tree):

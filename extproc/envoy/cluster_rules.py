@@ -54,13 +54,13 @@ def _takes_one_address(file: EnvoyFile) -> list[Node]:
 
 
 def _names_second(file: EnvoyFile) -> bool:
-    """Return true if the router sends a second choice."""
+    """Return true if the router names a second choice of replica, for retries."""
     setting = file.config.serve.second_choice
     return not all(map(is_full_duplex, file.filters)) if setting is None else setting
 
 
 def _with_second(file: EnvoyFile) -> list[Node]:
-    """Return the routes on which Envoy can use a second choice."""
+    """Return the routes on which Envoy can retry on the router's second choice."""
     others = {cluster["name"] for cluster in _takes_one_address(file)}
     return [route for route in file.replica_routes if not clusters_of(route) & others]
 
@@ -140,9 +140,9 @@ def _ports(file: EnvoyFile, cluster: Node) -> set[int]:
 
 
 def _listed_routers(file: EnvoyFile, named: bool) -> list[Node]:
-    """Return the routers' clusters that list members: with a host name if ``named``, else without.
+    """Return the routers' clusters that list members: by host name if ``named``, else by address.
 
-    A host name may belong to a Service of Kubernetes, which may map the port to another port.
+    A host name may belong to a Kubernetes Service, which may map the port to another port.
     """
 
     def has_name(cluster: Node) -> bool:

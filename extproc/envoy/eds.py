@@ -37,7 +37,7 @@ _ENDPOINTS = bytes([2 << 3 | 2])  # protobuf tag of ``endpoints`` in ClusterLoad
 
 
 async def run_eds(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Tell Envoy the replicas of every pool until SIGTERM or SIGINT.
 
     Raises:
         OSError: the port is in use.
@@ -138,8 +138,8 @@ class PoolMembers:
                 return self._remove(replica)
 
     def drop_stale(self, after_s: float) -> list[str]:
-        """Remove and return the replicas that :meth:`~extproc.fleet.members.Staleness.stale`
-        finds."""
+        """Remove and return the replicas without an update for ``after_s`` seconds (see
+        :meth:`~extproc.fleet.members.Staleness.stale`)."""
         stale = self._staleness.stale(after_s)
         for id_ in stale:
             self._remove(id_)
@@ -157,9 +157,9 @@ class PoolMembers:
 
 
 def _health(state: ReplicaState) -> HealthStatus:
-    """Return the health that Envoy's fallback policy goes by; a router may choose any member.
+    """Return the health that Envoy's fallback policy obeys; a router may choose any member.
 
-    So a draining replica gets new requests only from routers that find no other replica.
+    So the fallback sends nothing to a draining replica. A router does, if no other can serve.
     """
     if state.draining:
         return HealthStatus.DRAINING
@@ -169,8 +169,8 @@ def _health(state: ReplicaState) -> HealthStatus:
 def load_assignment(name: str, members: Mapping[str, HealthStatus]) -> bytes:
     """Return an encoded ``ClusterLoadAssignment``.
 
-    Encoding a member takes a millisecond, so unchanged members come from a cache. Concatenated
-    protobuf messages are one message with the fields of all.
+    Encoding a member takes a millisecond, so unchanged members come from a cache. The members'
+    bytes are joined: concatenated protobuf messages are one message with the fields of all.
     """
     locality = b"".join(_encoded(id_, health) for id_, health in sorted(members.items()))
     head = bytes(ClusterLoadAssignment(cluster_name=name))

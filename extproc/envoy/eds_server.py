@@ -47,7 +47,7 @@ class Catalog:
 
 
 class Subscription:
-    """Pools that Envoy subscribed to on a stream, and the last response sent to it."""
+    """Pools that Envoy subscribed to on one stream, and the last response sent there."""
 
     def __init__(self, catalog: Catalog, peer: str) -> None:
         self._catalog = catalog
@@ -95,7 +95,7 @@ class Subscription:
 
 
 class EdsServer:
-    """Serves a catalog, and the health service."""
+    """gRPC server that answers EDS requests from a catalog, and health checks."""
 
     def __init__(self, catalog: Catalog, files: MutualTlsSettings) -> None:
         self._catalog = catalog

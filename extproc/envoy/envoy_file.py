@@ -83,8 +83,8 @@ class EnvoyFile(Tree):
 
     @cached_property
     def sources(self) -> set[str]:
-        """Sources from which clusters read the choice: ``header``, which clients could set, and
-        ``metadata``."""
+        """Sources from which clusters read the router's choice: ``header``, which clients could
+        set, and ``metadata``."""
         of_policies = (name for policy in self.all(OVERRIDE_HOST) for name in sources(policy))
         return {*of_policies, *map(destination, self.all(CLUSTER))} - {""}
 
@@ -112,7 +112,7 @@ class EnvoyFile(Tree):
         ] or self.all(EXT_PROC)
 
     def is_enabled(self, filter: Node) -> bool:
-        """Return true if the filter's entry is not disabled, or a route enables it."""
+        """Return true if the entry in ``http_filters`` is not disabled, or a route enables it."""
         return all(
             any(not setting["disabled"] for _, setting in self._settings(entry))
             for entry in self._entries(EXT_PROC)
@@ -120,7 +120,7 @@ class EnvoyFile(Tree):
         )
 
     def passes(self, kind: str, route: Node) -> bool:
-        """Return true if requests of the route pass a filter of this type, or if the file has no
+        """Return true if a filter of this type is enabled for the route, or if the file has no
         such filter."""
         entries = self._entries(kind)
         return not entries or any(self._passes(entry, route) for entry in entries)
@@ -130,8 +130,8 @@ class EnvoyFile(Tree):
         return not any(setting["disabled"] for setting in settings)
 
     def _settings_for(self, route: Node, entry: Node) -> list[Node]:
-        """Return the settings of a filter that apply to a route: settings inside the route (of its
-        weighted clusters), and settings of the innermost scope around the route."""
+        """Return the settings of a filter that apply to a route: settings in the route (for its
+        weighted clusters), and settings of the innermost scope around it (see ``_settings``)."""
         within: list[Node] = []
         around: dict[Path, list[Node]] = {}
         for scope, setting in self._settings(entry):

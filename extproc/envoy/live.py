@@ -1,4 +1,4 @@
-"""Checks a running system: files of replicas, Redis, the replicas and their models, Envoy."""
+"""Checks a running system: files that list replicas, Redis, replicas and their models, Envoy."""
 
 import asyncio
 from collections import Counter
@@ -83,7 +83,7 @@ async def check_live(config: Config, envoy_admin: str | None) -> list[Finding]:
 
 
 async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]) -> list[Finding]:
-    """Check a pool; add its replicas (``ip:port`` → name) and the models that they list."""
+    """Check a pool; add its replicas (``ip:port`` → name) to ``replicas``, models to ``served``."""
     found, snapshot = (
         await _check_redis(config)
         if config.state == "redis"
@@ -156,7 +156,7 @@ async def _check_lone_router(config: Config) -> list[Finding]:
 
 
 async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
-    """Check the Redis of a pool and read its replicas' states; None if Redis fails."""
+    """Check a pool's Redis and read the states of the pool's replicas; None if Redis fails."""
     async with connect(config.redis, config.pool) as redis:
         finding = partial(Finding, "redis", where=f"redis {address(redis)}")
         try:

@@ -22,7 +22,7 @@ _SHARED = {
     "mapped_port_leads_to_router",
     "transport_matches",
 }
-"""Rules that hold whether Envoy waits for the router or not."""
+"""Rules that also apply if Envoy does not wait for the router."""
 
 
 def only_observes(file: EnvoyFile) -> bool:

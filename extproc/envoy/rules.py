@@ -35,7 +35,7 @@ _REMOVE_EARLY = (
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A condition on certain nodes of an Envoy file, which are protobuf messages."""
+    """A condition on certain protobuf messages (nodes) of an Envoy file."""
 
     id: str
     level: Level  # of a message that breaks the rule
@@ -63,7 +63,7 @@ class Rule:
 
 
 def mode(filter: Node, name: str) -> str:
-    """Return a mode of an ext_proc filter, such as ``request_body``."""
+    """Return the processing mode that an ext_proc filter has for ``name``: ``request_body``, …"""
     return str(filter["processing_mode"][f"{name}_mode"])
 
 
@@ -95,7 +95,7 @@ def _bodies_first(file: EnvoyFile) -> list[Node]:
 
 
 def _managers(file: EnvoyFile, has: Callable[[Node], bool]) -> list[Node]:
-    """Return connection managers that contain an ext_proc filter with this property."""
+    """Return connection managers with an ext_proc filter for which ``has`` returns true."""
     managers = file.all(MANAGER)
     return [manager for manager in managers if any(map(has, file.all(EXT_PROC, manager)))]
 
@@ -112,7 +112,7 @@ def _lacking(wanted: Iterable[str], present: list[str]) -> str:
 
 
 def _namespaces(filter: Node, way: str = "receiving") -> list[str]:
-    """Return the metadata namespaces that a filter receives from the router or forwards to it."""
+    """Return the metadata namespaces in an option of a filter: ``receiving`` or ``forwarding``."""
     return list(filter["metadata_options"][f"{way}_namespaces"]["untyped"])
 
 

@@ -34,7 +34,7 @@ def is_ip(host: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Returns True if only the own machine reaches ``host:port``."""
+    """Returns True if ``host:port`` can be reached only from the same machine."""
     host, _ = split_address(address)
     return host == "localhost" or (is_ip(host) and ipaddress.ip_address(host).is_loopback)
 

@@ -85,7 +85,7 @@ class WatchedFiles(Generic[T]):
 
 
 def _stamp(path: Path) -> _Stamp | None:
-    """Identifies a version of the file; None if the file cannot be accessed."""
+    """Returns figures that change with the file; None if the file cannot be accessed."""
     try:
         status = path.stat()
     except OSError:

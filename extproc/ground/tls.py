@@ -30,7 +30,7 @@ class CertificateSection(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """Contents of the files, in PEM."""
+    """Certificate, key and authorities, read and tested; the bytes are in PEM."""
 
     chain: bytes  # the certificate and its intermediates
     key: bytes

@@ -1,4 +1,4 @@
-"""Decisions and fleet of a router, as its admin address shows them."""
+"""HTTP handlers of the admin address that return a router's decisions and fleet as JSON."""
 
 import asyncio
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ _BEST = 20  # candidates of each decision in a reply: with a thousand, a reply w
 
 
 def admin_routes(*pools: Services) -> list[web.RouteDef]:
-    """Routes of the admin address in addition to metrics and health."""
+    """Returns the routes that a router adds to its admin server: decisions, fleet, dashboard."""
     log = pools[0].log  # all pools share it
 
     async def decisions(request: web.Request) -> web.Response:
@@ -53,8 +53,8 @@ def _states(pools: Iterable[Services]) -> Iterator[dict[str, object]]:
 
 
 async def _array(items: Iterable[object]) -> bytes:
-    """Encodes a JSON array. After each item, the event loop may serve requests, because a
-    large fleet takes long to encode."""
+    """Encodes the items as a JSON array. Lets other tasks run after each item, because a large
+    fleet takes long to encode."""
     encoded = []
     for item in items:
         encoded.append(json.encode(item))

@@ -19,11 +19,11 @@ from extproc.route.waiting import Place, Waiting
 
 
 def observe(exchange: Exchange) -> None:
-    """Predicts a request that Envoy alone handles."""
+    """Records how the router would have decided on a request that Envoy alone handles."""
     services, started = exchange.services, exchange.services.clock()
     with suppress(Refusal):  # the replica will answer with an error
         profile = _profile(exchange)
-        # As if the response were skipped: the router must not choose a replica as a test.
+        # ``response_visible=False``: no ejected replica may be chosen in order to test it.
         decision = services.router.decide(
             profile, exchange.headers.policy, exchange.subset, response_visible=False
         )
@@ -43,8 +43,8 @@ async def admit(exchange: Exchange, phase: str, unread_model: str = "") -> bytes
     Args:
         exchange: the request; its body is replaced by the body for the chosen replica.
         phase: kind of Envoy's message to reply to, such as ``request_body``.
-        unread_model: model of a large body that stays at Envoy; the body's length then gives the
-        profile.
+        unread_model: the model, if the router does not read the body because it is large, and
+            estimates the profile from the body's length; otherwise empty.
 
     Raises:
         Refusal: the request is refused.
@@ -88,10 +88,10 @@ async def admit(exchange: Exchange, phase: str, unread_model: str = "") -> bytes
 
 
 def _forward(exchange: Exchange, profile: RequestProfile) -> Decision | None:
-    """Forwards a request that gives the engine no work. Returns None if Envoy has to choose."""
+    """Forwards a request that only tokenizes. Returns None if Envoy has to choose the replica."""
     services, decision = exchange.services, None
     if not _is_unserved(services, profile):
-        # As if the response were skipped: the router must not choose a replica as a test.
+        # ``response_visible=False``: no ejected replica may be chosen in order to test it.
         decision = services.router.decide(profile, "", exchange.subset, response_visible=False)
     if decision is None:
         _leave_to_envoy(exchange, profile)
@@ -139,7 +139,7 @@ async def _queue(
     decision: Decision | None,
     decide: Callable[[Place], Decision | None],
 ) -> Decision:
-    """Queues the request until the queue dispatches or refuses it."""
+    """Queues the request until it is dispatched; returns the decision, or raises a Refusal."""
     services, since = exchange.services, exchange.services.clock()
     outcome: asyncio.Future[Decision | Exception] = asyncio.get_running_loop().create_future()
     entering = True  # a request that the queue dispatches at once has not waited
@@ -178,7 +178,7 @@ def _is_unserved(services: Services, profile: RequestProfile) -> bool:
 
 
 def _may_be_served_soon(services: Services, profile: RequestProfile) -> bool:
-    """True if the request may wait for a new replica, because a replica served its model lately."""
+    """True if the request may wait for a new replica, because its model was served lately."""
     hold, fleet = services.config.hold, services.fleet
     waits = min(hold.longest_s, hold.empty_s) > 0.0 and fleet.members_known.is_set()
     if not waits or not profile.requested_model:
@@ -187,10 +187,10 @@ def _may_be_served_soon(services: Services, profile: RequestProfile) -> bool:
 
 
 def _leave_to_envoy(exchange: Exchange, profile: RequestProfile) -> None:
-    """Leaves a request that no replica can serve to Envoy's fallback, or refuses it.
+    """Leaves the request to Envoy's fallback, or refuses it, because no replica is usable.
 
-    The fallback may choose any replica, so the fallback can serve a request only if all replicas
-    know the model under the requested name.
+    The fallback may choose any replica. So the router refuses the request unless all replicas know
+    the model under the requested name.
 
     Raises:
         NoModel: no replica lists the model.
@@ -207,7 +207,7 @@ def _leave_to_envoy(exchange: Exchange, profile: RequestProfile) -> None:
 
 
 def _refuse_slow_first_token(services: Services, decision: Decision) -> None:
-    """Raises Saturated if the first token would come later than ``route.max_ttft_s``."""
+    """Raises Saturated if every replica's first token would come after ``route.max_ttft_s``."""
     limit = services.config.route.max_ttft_s
     if limit is not None and (soonest := least(decision.prediction.ttft)) > limit:
         late = f"the first token would come in {soonest:.0f} s"
@@ -216,7 +216,7 @@ def _refuse_slow_first_token(services: Services, decision: Decision) -> None:
 
 
 def _refuse_late(services: Services, decision: Decision) -> None:
-    """Raises Saturated if a sheddable request would miss its target."""
+    """Raises Saturated if a sheddable request would miss its target on every replica."""
     lateness = decision.situation.late
     if lateness is None or not decision.profile.objective.sheddable:
         return

@@ -122,8 +122,8 @@ def build(
 
 
 async def _follow_fleets(pools: Sequence[Services], registry: CollectorRegistry) -> None:
-    """Runs the tasks that put the states of replicas into the fleets, from Redis or from pollers in
-    this process, and the tasks that write the records."""
+    """Runs the tasks that bring replica states into the fleets, from Redis or from pollers in this
+    process, and the tasks that record traffic (``record.path``)."""
     if pools[0].config.state == "redis":
         parts = [
             follow_state(pool.config, pool.fleet, Skips(pool.metrics.skipped)) for pool in pools
@@ -150,8 +150,8 @@ async def follow_state(config: Config, fleet: Fleet, skips: Skips | None = None)
 
 
 async def apply(change: Change, fleet: Fleet) -> None:
-    """Applies a change of the shared state to the fleet. After each replica, the event loop may
-    serve requests."""
+    """Applies a change of the replica states in Redis to the fleet. Lets other tasks run after each
+    replica."""
     match change:
         case Snapshot(states, ages):
             # A Redis that was just started holds few replicas yet: a missing replica is dropped
@@ -190,7 +190,7 @@ async def dispatch_queued(pools: Sequence[Services]) -> None:
 async def _background(
     parts: Iterable[Coroutine[Any, Any, None]], stopping: asyncio.Event
 ) -> AsyncIterator[list[asyncio.Task[None]]]:
-    """Runs parts of the router as tasks; if a task ends, the router stops."""
+    """Runs the parts as tasks inside the block; sets ``stopping`` as soon as a task ends."""
     tasks = [asyncio.create_task(part) for part in parts]
     for task in tasks:
         task.add_done_callback(lambda _: stopping.set())

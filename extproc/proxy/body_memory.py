@@ -34,7 +34,7 @@ class TooLarge(Refusal):
 
 
 class BodyMemory:
-    """Bytes of request bodies that all streams of a process hold.
+    """Limits the bytes of request bodies that all streams of a process hold together.
 
     If no memory is left for a body, bodies that wait for their next chunk are evicted, the longest
     waiting first, so that stalled clients take no memory from others. If memory is still short, the
@@ -46,7 +46,8 @@ class BodyMemory:
         self._incomplete: dict[BufferedBody, None] = {}  # the longest waiting first
 
     def resize(self, body: "BufferedBody", by: int, more_comes: bool) -> None:
-        """Counts ``by`` more bytes for a body, and evicts other bodies if memory is short."""
+        """Counts ``by`` more bytes for a body, and evicts other bodies if memory is short.
+        ``more_comes``: the body waits for its next chunk, and may be evicted meanwhile."""
         self.free -= by
         self._incomplete.pop(body, None)
         while by > 0 and self.free < 0 and self._incomplete:
@@ -70,7 +71,7 @@ class BufferedBody:
         return self._size
 
     def add(self, chunk: bytes, more_comes: bool = False) -> None:
-        """Appends a chunk. With ``more_comes``, the body may be evicted before its next chunk."""
+        """Appends a chunk; ``more_comes``: as in :meth:`BodyMemory.resize`."""
         self._chunks.append(chunk)
         if more_comes and self.evicted is None:
             self.evicted = asyncio.get_running_loop().create_future()
@@ -89,7 +90,7 @@ class BufferedBody:
             self._resize(len(data))
 
     def take(self) -> bytes:
-        """Hands the bytes to the caller; ``BodyMemory`` counts them until :meth:`release`."""
+        """Returns the bytes and drops them; ``BodyMemory`` counts them until :meth:`release`."""
         data, self._chunks = self.data, []
         return data
 

@@ -14,8 +14,8 @@ class Left(Exception):  # noqa: N818 - not an error
 
 
 class Call:
-    """Reads the messages of a stream one by one. gRPC's iterator would keep the last message, which
-    may be a body of many MB, until the request ends.
+    """Reads the messages of a stream one by one, because gRPC's iterator would keep the last
+    message, which may be a body of many MB, until the request ends.
 
     Invariant: nothing that waits for gRPC is cancelled, because gRPC never frees what a cancelled
     handler waited for (https://github.com/grpc/grpc/issues/43360).

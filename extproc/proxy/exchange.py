@@ -82,7 +82,7 @@ class Exchange:
         return headers
 
     async def refuse(self, refusal: Refusal) -> None:
-        """Answers the client, except if the router only observes: then Envoy serves the request."""
+        """Answers the client with the error; if the router only observes, Envoy goes on instead."""
         self.body.release()
         if self.steered:
             reason = refusal.code or refusal.kind
@@ -127,13 +127,13 @@ class Exchange:
                 return message
 
     def hold_body(self, message: ProcessingRequest) -> None:
-        """Holds a body that comes in one message."""
+        """Stores the body of the request, all of which came in this message."""
         self.body.add(message.request_body.body)
         self.body.whole = True
 
     def reply_to(self, message: ProcessingRequest) -> bytes:
-        """Records what a message says, and returns a reply that changes nothing; the reply to a
-        response's headers may ask Envoy for the body."""
+        """Records the message's content and returns a reply that changes nothing. A reply to
+        response headers may also ask Envoy for the response's body."""
         phase = message.WhichOneof("request") or ""
         match phase:
             case "request_body" if self.full_duplex:
@@ -162,8 +162,8 @@ class Exchange:
     def end_if_hung(self, hung: Container[str]) -> bytes | None:
         """Ends the request if its replica is in ``hung``.
 
-        Returns the message that makes Envoy answer the client or, if a response has begun, break
-        it off. Returns None if the request goes on.
+        Returns the message with which Envoy answers the client or, once a response has begun,
+        breaks the response off. Returns None if the request goes on.
         """
         if self._in_flight is None or self._in_flight.served_by not in hung or not self.steered:
             return None
@@ -180,7 +180,7 @@ class Exchange:
                 self._trace.answered(in_flight.outcome)
 
     def ended_unsent(self, result: str, error: str = "") -> None:
-        """Counts a request that the router sends to no replica."""
+        """Counts, as ``result``, a request that the router sends to no replica."""
         self.services.metrics.requests.add(result)
         if self.services.recorder:
             since_arrival_s = self.services.clock() - self.arrived_at
@@ -203,14 +203,14 @@ class Exchange:
         return None if services.config.route.models else services.fleet.members.only_model
 
     async def pass_through(self, phase: str, values: Mapping[str, str]) -> None:
-        """Answers a request that needs no decision, or whose body comes in an unserved mode.
+        """Replies without a decision to a request that needs none or has an unserved body mode.
 
         A request about a stored response goes to the replica that owns the response. The router
         itself answers ``GET /v1/models``, unless every replica gives the same answer. Any replica
-        may serve other requests; for a gateway without fallback, the router chooses a replica.
+        may serve all other requests. Envoy chooses the replica or, in full duplex, the router.
 
         Raises:
-            NoReplica: a gateway needs a choice, and no replica is ready.
+            NoReplica: the router has to choose, and no replica is ready.
         """
         services, path = self.services, values.get(":path", "")
         if self.endpoint is None:
@@ -238,7 +238,7 @@ class Exchange:
         await self.write(reply)
 
     def dispatch(self, decision: Decision, waited: float = 0.0, reason: str = "") -> None:
-        """Adds the request to the ledger. ``waited``: seconds in the queue, for ``reason``."""
+        """Adds the request to the ledger, after ``waited`` seconds in the queue for ``reason``."""
         services, outcome = self.services, self._logged(decision)
         self._destination = self.destination(decision)
         self._in_flight = InFlight(
@@ -265,21 +265,21 @@ class Exchange:
         self.services.metrics.requests.add("passed")
 
     def observe(self, decision: Decision) -> None:
-        """Keeps the decision for a comparison with Envoy's choice, which the response shows."""
+        """Keeps the decision until the response shows Envoy's choice, to compare the two."""
         decision.drop_large_parts()
         outcome, sent_at = self._logged(decision, observed=True), self.services.clock()
         samples = not self._envoy_waits
         self._observed = Observed(self.services, decision, outcome, sent_at, samples)
 
     def left_to_envoy(self, result: str = "unrouted") -> None:
-        """Counts a request whose replica Envoy chooses; ``unrouted``: no replica is usable, or the
-        router does not serve the body mode."""
+        """Counts a request whose replica Envoy chooses. ``result`` is ``observed``, or ``unrouted``
+        if no replica is usable or the router does not serve the body mode."""
         self.services.metrics.requests.add(result)
         if self._trace is not None:
             self._trace.ended(result)
 
     async def wait_in_queue(self, until: asyncio.Future[Any], reason: str) -> None:
-        """Asks Envoy to wait for the reply, and waits in the queue.
+        """Asks Envoy to wait for the reply, and waits until ``until`` is done.
 
         Raises:
             Left: the stream ends first.

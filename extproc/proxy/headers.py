@@ -70,7 +70,7 @@ def is_steered(config: Config, headers: Mapping[str, str]) -> bool:
 
 
 def header_names(config: Config) -> frozenset[str]:
-    """Names of the request headers to read: reading all headers takes twice as long."""
+    """Names of the headers that the router reads; reading all would take twice as long."""
     return _with_standard(config.headers)
 
 

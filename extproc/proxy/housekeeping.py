@@ -14,13 +14,13 @@ logger = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
 _VARIED_S, _VARIED_BY = 0.2, 0.618
-"""Range of the pauses' lengths in seconds, and step as a fraction of the range. A CPU limit stops a
-process at the same point of every 100 ms: equal pauses would always measure this stop, or never."""
-_WARNINGS_EVERY = 5  # turns
+"""Pauses between turns vary within this range (s), each time by this part of it. A CPU limit stops
+a process in the same part of every 100 ms: equal pauses would all end in such a stop, or none."""
+_WARNINGS_EVERY = 5  # turns of the loop in ``run``
 _REFUSED = "requests refused: add or start replicas, or change the limits (docs/overload.md)"
 _FAILED = "requests failed on replicas: read the log of each replica"
 _OF_CLIENTS = "invalid_json", "invalid_type", "invalid_model", "model_not_found"
-"""Refusals that the request itself causes, which are not logged."""
+"""Refusals for mistakes of clients; these are not logged."""
 _NOT_FOLLOWED = "Envoy did not follow decisions: run 'extproc check --envoy-admin URL'"
 
 
@@ -40,7 +40,7 @@ class Housekeeping:
         first.metrics.in_flight.set_function(lambda: sum(pool.fleet.in_flight for pool in pools))
 
     async def run(self) -> NoReturn:
-        """Look at everything once a second, until cancelled."""
+        """Do the housekeeping of all pools about once a second, until cancelled."""
         turn, due = 0, self._clock()
         while True:
             late = self._clock() - due
@@ -58,7 +58,7 @@ class Housekeeping:
             await asyncio.sleep(pause_s)
 
     def _look_at(self, pool: Services) -> Iterator[tuple[str, str]]:
-        """Do the work for one pool; yield its excluded replicas, each with the reason."""
+        """Do the housekeeping of one pool; yield each excluded replica with the reason."""
         fleet, name, now = pool.fleet, pool.config.pool, pool.wall()
         fleet.drop_stale(TTL_S)
         excluded = pool.exclusions.look(fleet, now)
@@ -101,7 +101,7 @@ class Housekeeping:
         metrics.loop_delay.set(self._delays.loop_delay_s.value)
 
     def _title(self, replica: str) -> str:
-        """Name a replica for people, with its pool if the router has several."""
+        """Return a replica's name for log lines, with the pool if the router has several pools."""
         for pool in self._pools:
             if replica in pool.fleet.members:
                 of = f" of pool {pool.config.pool}" if len(self._pools) > 1 else ""

@@ -25,7 +25,7 @@ _RESPONSE_HEADERS = frozenset({"content-type", _OVERLOADED})
 
 class InFlight:
     """Keeps the request's entry in the ledger, records which replica serves the request, and learns
-    from its response.
+    from the response.
 
     If Envoy does not forward the response, the router learns only that the request has ended.
     """
@@ -134,7 +134,7 @@ class InFlight:
             self._measure(seconds, usage)
         if usage is not None:
             self._learn(usage, seconds)
-        # In observability mode only if complete: Envoy closes streams late (deferred_close_timeout)
+        # Not in observability mode: there Envoy closes streams late (deferred_close_timeout).
         elif complete or (succeeded and self._usage is None and not self._envoy_samples):
             services.router.learn_counted(self._forecast, self.served_by, generated, outcome.ttft_s)
         if services.recorder:
@@ -190,7 +190,7 @@ class InFlight:
         """Returns why a replica other than the chosen one answered; None: the chosen replica did.
 
         An address that no replica has belongs to a tunnel or a sidecar. The choice then counts as
-        followed, unless Envoy reports its attempts without the router's choice.
+        followed, unless Envoy reports attempts, but not the router's choice.
         """
         address, attempts, held = upstream.address, upstream.attempts, upstream.destination
         chosen, _, second = self._destination.partition(",")
@@ -300,8 +300,8 @@ class Observed(NamedTuple):
     envoy_samples: bool  # Envoy, not the router, decides which response bodies are forwarded
 
     def answered(self, request: ProcessingRequest) -> InFlight | None:
-        """Adds the request to the ledger once its response has begun. Returns None unless a replica
-        answered that the router could have chosen."""
+        """Adds the request to the ledger; ``request`` has the headers of the response. Returns None
+        if an unknown server answered, or a replica that the router had excluded."""
         replica, services = messages.upstream_of(request).address, self.services
         self.outcome.status = messages.status_of(request.response_headers)
         if replica not in services.fleet.members:  # Envoy answered itself, or a tunnel did
@@ -315,7 +315,7 @@ class Observed(NamedTuple):
         return InFlight(services, by_envoy, replica, self.outcome, observed=self)
 
     def measure(self, by_envoy: float, actual: float) -> None:
-        """Adds completion times (s) to the metrics: predicted for both choices, and actual."""
+        """Adds completion times (s) to the metrics; ``by_envoy``: predicted for Envoy's choice."""
         by_router = self.decision.predicted_completion
         if isfinite(by_router) and isfinite(by_envoy):
             seconds = self.services.metrics.observed_seconds

@@ -18,12 +18,12 @@ from extproc.proxy.proto.ext_proc_pb2 import (
 )
 
 DESTINATION = "x-gateway-destination-endpoint"
-"""Header, and metadata key, of the choice: ``ip:port[,ip:port]``
+"""Header, and metadata key, for the router's choice of replicas: ``ip:port[,ip:port]``
 (Gateway API Inference Extension, endpoint picker protocol)."""
 SERVED = "x-gateway-destination-endpoint-served"
 """Metadata key of the endpoint that sent the response; gateways set it with response headers."""
 SUBSET = "x-gateway-destination-endpoint-subset"
-"""Metadata key of the only endpoints that may be chosen."""
+"""Metadata key under which a gateway lists the endpoints that the router may choose."""
 RESPONSE_SKIPPED = "x-extproc-response-skipped"
 """Header that Envoy adds to requests whose responses it does not forward to the router
 (``envoy/envoy.yaml``)."""
@@ -44,11 +44,10 @@ _OWN_ATTRIBUTES = {
 }
 
 NONE, STREAMED, BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX_STREAMED = range(5)
-"""``ProcessingMode.BodySendMode``."""
+"""Values of ``ProcessingMode.BodySendMode``."""
 _SEND, _SKIP = 1, 2
-"""``ProcessingMode.HeaderSendMode``, of headers and trailers. The router asks for response trailers
-because Envoy closes the stream once it has nothing more to send, and the end of the stream is the
-end of the request."""
+"""Values of ``ProcessingMode.HeaderSendMode``, for headers and trailers. The router asks for the
+response's trailers, because otherwise Envoy would close the stream before the response ends."""
 _OVERWRITE_OR_ADD = 2
 _CONTINUE_AND_REPLACE = 1  # ``CommonResponse.ResponseStatus``
 
@@ -64,7 +63,7 @@ def proceed(phase: str) -> bytes:
 
 @cache
 def leave_alone() -> bytes:
-    """Reply to request headers: send neither the body nor the response to the router.
+    """Reply to request headers that asks Envoy for neither the body nor the response.
 
     The reply removes headers by which a client could name a destination.
     """
@@ -76,7 +75,7 @@ def leave_alone() -> bytes:
 
 @cache
 def body_only() -> bytes:
-    """Reply to request headers: send the body, and not the response."""
+    """Reply to request headers that asks Envoy for the body, but not for the response."""
     reply = ProcessingResponse(request_headers=HeadersResponse())
     reply.mode_override.request_body_mode = BUFFERED
     reply.mode_override.response_header_mode = _SKIP
@@ -95,8 +94,8 @@ def wait(seconds: float) -> bytes:
 
 @cache
 def watch_response() -> bytes:
-    """Reply to response headers: send the body to the router, too, while it streams to the
-    client."""
+    """Reply to response headers that asks Envoy to send the body also to the router, while the body
+    streams to the client."""
     reply = ProcessingResponse(response_headers=HeadersResponse())
     reply.mode_override.response_body_mode = STREAMED
     reply.mode_override.response_trailer_mode = _SEND
@@ -107,7 +106,7 @@ def watch_response() -> bytes:
 def send_to(
     phase: str, destination: str, leave_body: bool = False, priority: int | None = None
 ) -> bytes:
-    """Reply to request headers or body: forward to ``destination`` (``ip:port[,ip:port]``).
+    """Reply that makes Envoy send the request to ``destination`` (``ip:port[,ip:port]``).
 
     ``leave_body``, in a reply to headers: Envoy sends the body to the replica, and not to the
     router. ``priority`` replaces the client's priority header.

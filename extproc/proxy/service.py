@@ -23,10 +23,10 @@ SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 POOL = "x-extproc-pool"  # metadata of the gRPC stream: the pool that a request is for
 
 _READINESS = "", SERVICE, "readiness"
-"""Health services: Envoy asks for one of the first two, gateways for the last."""
+"""Health services for readiness: Envoy asks for one of the first two, gateways for the last."""
 _LIVENESS = "liveness"  # in the endpoint picker's protocol; stays good while the router stops
 _LARGEST_MESSAGE = 128 * 2**20
-"""Bytes: a buffered body comes in one message, and requests carry images."""
+"""Bytes. A buffered body comes in one message, and may contain images."""
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", _LARGEST_MESSAGE),

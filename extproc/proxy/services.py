@@ -25,7 +25,7 @@ from extproc.route.router import Router
 
 RESERVED_FOR_ADAPTERS = 0.5  # fraction of the chunk budget for streams that load an adapter
 CHUNKS_SAVED_S = 60.0
-"""Seconds for which unread chunks add up, so that in quiet hours whole responses can be read."""
+"""Seconds for which unspent chunks add up: after a quiet time the router reads whole responses."""
 _RESPONSES_PER_S = 100.0  # so a replica with 1% of the requests shows a response each second
 
 
@@ -63,7 +63,7 @@ class Services(ObservedPool):
     metrics: RouterMetrics
     random: Random
     chunks: Budget
-    """Chunks of streamed responses that the router reads; each chunk costs about 0.2 ms of CPU.
+    """Budget of the chunks of streams that the router reads; each costs about 0.2 ms of CPU.
     Envoy sends all chunks of a response or none: it accepts ``mode_override`` only in replies to
     headers. So the router decides at the response's headers, by the expected number of chunks."""
 
@@ -72,9 +72,9 @@ class Services(ObservedPool):
     recorder: Recorder | None = None  # None: no record of the traffic
     body_memory: BodyMemory = field(default_factory=BodyMemory)
     responses: Budget
-    """Responses that Envoy forwards. A response's headers are one of a request's three messages,
-    and delay the first token. Without the headers the ledger knows when a request ends, but not
-    whether it failed or which replica served a retry. Envoy accepts ``mode_override`` only in
+    """Budget of responses that Envoy forwards. A response's headers are one of a request's three
+    messages, and delay the first token. Without them the ledger knows when the request ends, but
+    not whether it failed or which replica served a retry. Envoy accepts ``mode_override`` only in
     replies to headers, so the router decides before it has chosen a replica."""
 
     def of_pool(self, config: Config) -> "Services":

@@ -38,7 +38,7 @@ from extproc.share.streams import OWNER, PROMPTS, B, Owner, Prompts, StreamReade
 _OWNERS_AT_ONCE = 100
 _POLLERS_EVERY_S = 1.0
 _MODELS_EVERY_S = 5.0
-_ALONE_S = 0.25  # between batches of prompts without peers: only later routers read these
+_ALONE_S = 0.25  # between batches of prompts while there is no peer: only later routers read them
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, delays: De
 
 
 async def _receive(reader: Reader[T], take: Callable[[T], None]) -> None:
-    """Calls ``take`` with each change. After each change, the event loop may serve requests."""
+    """Calls ``take`` with each change; lets other tasks run after each call."""
     async with aclosing(reader.changes()) as changes:
         async for change in changes:
             take(change)
@@ -157,7 +157,7 @@ async def _receive_prompts(reader: StreamReader[Prompts], fleet: Fleet) -> None:
 
 
 async def _receive_blocks(reader: BlockReader, fleet: Fleet) -> None:
-    """Receives the KV blocks that replicas report."""
+
     async with aclosing(reader.changes()) as changes:
         async for change in changes:
             await in_turns(fleet.blocks.apply(change.replica, change.update))

@@ -57,8 +57,8 @@ async def stream(exchange: Exchange) -> None:
 async def _body_first(exchange: Exchange) -> None:
     """Serves a request of which Envoy sends the body only (``request_header_mode: SKIP``).
 
-    The message with the body has the headers that the router needs as attributes. The stream of a
-    request without a body, such as a GET, begins with the response, or has no message at all.
+    The message with the body carries the headers that the router needs, as attributes. The stream
+    of a request without a body, such as a GET, begins with the response, or has no message at all.
     """
     config = exchange.services.config
     message = await exchange.read("request_body")
@@ -158,7 +158,7 @@ async def _read_chunks(exchange: Exchange) -> bool:
 
 
 async def _read_headers(exchange: Exchange) -> RequestHeaders | None:
-    """Reads the headers. Returns None for a request that is answered, or left to Envoy."""
+    """Reads the headers. Returns None if the request is already answered, or left to Envoy."""
     request = await exchange.read("request_headers")
     message = request.request_headers
     values = messages.headers_of(message, header_names(exchange.services.config))
@@ -177,7 +177,7 @@ async def _read_headers(exchange: Exchange) -> RequestHeaders | None:
 
 
 def _has_unserved_mode(exchange: Exchange) -> bool:
-    """Decides whether the body, or a part of it, would come after the request has left."""
+    """True if the body mode lets Envoy send a request away before the router has its whole body."""
     unserved = exchange.steered and exchange.body_mode not in _SERVED_MODES
     if unserved:
         _warn_of_body_mode()
@@ -186,17 +186,17 @@ def _has_unserved_mode(exchange: Exchange) -> bool:
 
 @cache
 def _warn_of_body_mode() -> None:
-    """Logs once that Envoy has to choose."""
+
     logger.error(
-        "request_body_mode of an Envoy is neither BUFFERED nor FULL_DUPLEX_STREAMED: its fallback "
-        "policy chooses; run 'extproc check --envoy YOUR.yaml'"
+        "request_body_mode of an Envoy is neither BUFFERED nor FULL_DUPLEX_STREAMED: Envoy's "
+        "fallback policy chooses the replicas; run 'extproc check --envoy YOUR.yaml'"
     )
 
 
 async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
-    """Passes each message of a request on unchanged, and only then predicts the request.
+    """Passes each message of a request on unchanged, and only then decides as if to route it.
 
-    The router predicts when it has the whole request, when it has as much of the request as it may
+    The router decides when it has the whole request, when it has as much of the request as it may
     hold, or when the response begins, whichever comes first.
     """
     body, headers, enough = exchange.body, exchange.headers, False

@@ -1,6 +1,6 @@
 """Endpoints of vLLM whose requests are routed, and their paths.
 
-A prefix before vLLM's path does not matter, because Envoy's route may remove the prefix later.
+A prefix before vLLM's path is ignored, because Envoy's route may remove the prefix later.
 Paths are decoded as in vLLM's server: ``/v1/chat%2Fcompletions`` is a chat, too.
 """
 

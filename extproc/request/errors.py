@@ -18,7 +18,7 @@ class Refusal(Exception):  # noqa: N818 - an answer to the client
         message: text for the client.
         param: the field of the body that is wrong, if any.
         code: the reason, in a form for programs, as in OpenAI's API.
-        retry_after: seconds, rounded up, at least 1 and at most 3600; 0: the default of the class.
+        retry_after: seconds, rounded up, at least 1 and at most 3600; 0: the class's default.
     """
 
     status = 500  # of the HTTP answer

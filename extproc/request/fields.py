@@ -1,4 +1,4 @@
-"""Fields of a request body as vLLM 0.32 reads them, and the bounds of its output."""
+"""Fields of a request body as vLLM 0.32 reads them, and the bounds of the output's length."""
 
 from pydantic_core import SchemaValidator, ValidationError, core_schema
 
@@ -76,8 +76,8 @@ def least_output(sampling: dict[str, object], bound: int | None) -> int:
 def sequences(
     endpoint: Endpoint, sampling: dict[str, object], bound: int | None, prompts: int
 ) -> int:
-    """Return the number of sequences that decode at the same time: ``n``, or the beam width, for
-    each prompt."""
+    """Return the number of sequences that decode at the same time. Each prompt has ``n``, or as
+    many as the beam is wide."""
     if bound == 0:
         return 0
     n = positive_int(sampling.get("n")) if endpoint in _HAVE_N else None

@@ -159,7 +159,7 @@ def _prefix(
 class _Size(NamedTuple):
     """Size of a request's prompts, as fields of the profile.
 
-    Bytes, images and image tokens serve to learn ratios once the replica reports prompt tokens.
+    From the last three, ratios are learned when the replica reports the prompt's tokens.
     """
 
     tokens: int
@@ -194,6 +194,6 @@ def _measure(
 
 
 def _by_length(body: bytes, model: str, counter: TokenCounter) -> int:
-    """Estimate the tokens of a body whose prompt was not found, from the bytes in its middle."""
+    """Estimate the tokens of a body whose prompt was not found; the middle shows its density."""
     density = tokens_per_byte(body[: len(body) // 2], 1 / counter.bytes_per_token(model))
     return round(len(body) * density) or media_tokens(len(body), model, counter)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Objective(NamedTuple):
-    """Objective of a request: its priority, and targets in seconds since the arrival."""
+    """Priority of a request, and its targets in seconds."""
 
     name: str = ""  # in the configuration; empty: not configured
     priority: int = 0  # queued requests of a higher priority go first
@@ -26,11 +26,8 @@ class Objective(NamedTuple):
         return min(self.tpot_s, self.completion_s) < inf
 
     def due_s(self, decode: float) -> float:
-        """Return the latest time for the first token to meet all targets, in seconds after the
-        arrival.
-
-        ``decode``: seconds from the first token to the last.
-        """
+        """Return the latest time for the first token, in seconds after the arrival, so that first
+        and last token meet their targets. ``decode``: seconds between these two tokens."""
         return min(self.ttft_s, self.completion_s - decode)
 
 
@@ -38,8 +35,8 @@ NO_OBJECTIVE = Objective()
 
 OBJECTIVE = "x-llm-d-inference-objective", "x-gateway-inference-objective"
 FAIRNESS_ID = "x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"
-"""Headers, as llm-d and as the Gateway API Inference Extension name them; llm-d accepts both names
-(``pkg/epp/metadata/consts.go``)."""
+"""Headers of the objective and the tenant. Of each pair, the first name is llm-d's, the second is
+that of the Gateway API Inference Extension; llm-d accepts both (``pkg/epp/metadata/consts.go``)."""
 TARGETS = {
     "x-slo-ttft-ms": "ttft_s",
     "x-slo-tpot-ms": "tpot_s",
@@ -78,7 +75,7 @@ def session_of(headers: Mapping[str, str], header: str | None, cookie: str | Non
 
 
 def session_key(session: str, model: str) -> str:
-    """Return the key of a session and a model: each model of a session has its own replica.
+    """Return the key under which a session's replica for this model is stored.
 
     The key is a hash, because keys go through Redis and an id may be a secret, or very long.
     """

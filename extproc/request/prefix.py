@@ -36,8 +36,8 @@ class Prefix:
     tokens: float  # of the whole prompt, including the parts without keys
     whole: int = 0  # key of the whole prompt; 0: not known
     previous_key: int = 0
-    """Key of the prompt that led to the last answer in this prompt; 0: no answer. The replica that
-    gave the answer has the answer in its cache, too."""
+    """Key of the part before the last answer, which was the previous prompt; 0: no answer. The
+    replica that gave the answer has both in its cache."""
     previous_tokens: float = 0.0  # tokens up to the end of that answer
     ids: Ids = field(default_factory=lambda: _NO_IDS)  # of all tokens, if known
     salt: str = ""  # only prompts with the same salt share the cache
@@ -50,8 +50,8 @@ def prefix_of(before: bytes, answer: bytes, after: bytes, tokens: int, seed: int
     """Return the prefix of a prompt.
 
     Args:
-        before: the prompt up to the model's last answer; empty if ``answer`` is empty.
-        answer: that answer.
+        before: the prompt up to ``answer``; empty if ``answer`` is empty.
+        answer: the model's last answer in the prompt; empty if there is none.
         after: the rest of the prompt.
         tokens: tokens in the whole prompt.
         seed: key before the first unit (:func:`seed_of`).
@@ -73,13 +73,13 @@ def prefix_of(before: bytes, answer: bytes, after: bytes, tokens: int, seed: int
 
 @lru_cache(maxsize=1024)
 def seed_of(*names: str) -> int:
-    """Return the key that precedes the first unit, from the names that separate caches (model,
-    salt). Prompts under different names share no key."""
+    """Return the number from which a prompt's first key is computed. ``names``: model and salt;
+    prompts under different names share no key."""
     return _hash("\0".join(names).encode(errors="replace"))
 
 
 def unit_keys(data: bytes, seed: int) -> Keys:
-    """Return a key for each whole unit (``UNIT_BYTES``), computed from ``data`` up to its end."""
+    """Return a key for each whole unit (``UNIT_BYTES``): a hash of ``data`` to the unit's end."""
     units = min(len(data) // UNIT_BYTES, _MOST_UNITS)
     return token_keys(np.frombuffer(data, "<u4", units * _UNIT_WORDS), _UNIT_WORDS, seed)
 

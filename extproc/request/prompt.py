@@ -27,11 +27,11 @@ _VIDEO = frozenset({"video_embeds", "video_url"})
 _MEDIA = _IMAGES | _AUDIO | _VIDEO
 
 VIDEO_TOKENS = 32 * 256
-"""vLLM samples 32 frames (``num_frames``). A frame has 256 tokens in InternVL, 196 in
-LLaVA-OneVision, up to 384 in Qwen2-VL."""
+"""Estimate for a video: vLLM samples 32 frames (``num_frames``). A frame has 256 tokens in
+InternVL, 196 in LLaVA-OneVision, up to 384 in Qwen2-VL."""
 
 _BYTES_PER_TOKEN = 4  # of a medium, in the bytes from which keys are made; token ids have 4, too
-_IMAGE_TOKENS = 576  # of any image in keys; a learned number would change all later keys
+_IMAGE_TOKENS = 576  # of any image, in keys: a learned number would change the keys after the image
 
 _SYSTEM, _USER, _ANSWER, _RESULT, _OTHER, _TOOLS = "\1", "\2", "\3", "\4", "\5", "\6"
 """Marks before a message, or before the tools, in the bytes from which keys are made."""
@@ -220,7 +220,7 @@ class Reading(NamedTuple):
 
     @property
     def longest_share(self) -> float:
-        """Share of the longest prompt in the length of all prompts."""
+        """Length of the longest prompt ÷ sum of the lengths."""
         total = sum(self.lengths)
         return max(self.lengths) / total if total else 1 / self.prompts
 
@@ -241,7 +241,7 @@ def read(endpoint: Endpoint, fields: dict[str, object]) -> Reading:
 
 
 def _read_pairs(fields: dict[str, object]) -> Reading:
-    """Collect documents and queries: one query for all documents, or one for each."""
+    """Collect documents and queries: one query for all documents, or one query for each."""
     pairs_of = (pair for pair in _PAIRS if fields.keys() >= set(pair))
     queries, documents = map(fields.get, next(pairs_of, _PAIRS[0]))
     query, document = Prompt(), Prompt()

@@ -62,7 +62,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """Tag ``{% generation %}``, which marks text of the model; prints its content."""
+    """Jinja tag ``{% generation %}`` around text of the model; prints the text."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)

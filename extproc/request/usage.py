@@ -9,7 +9,7 @@ from extproc.request.endpoint import Endpoint
 from extproc.request.fields import MAX_TOKENS
 
 PRELUDE = {Endpoint.RESPONSES: 2}
-"""Events that vLLM sends before its engine begins: ``response.created`` and
+"""Endpoint → events that vLLM sends before the engine begins: ``response.created`` and
 ``response.in_progress``. All other streams begin with the first token."""
 
 _USAGE = b'"usage":'

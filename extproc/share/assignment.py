@@ -84,7 +84,7 @@ class Assigner:
     - Until its second heartbeat, a new poller takes no replica that other pollers list: its first
       heartbeat only announces the new poller.
     - While Redis is away, the poller keeps its replicas. If Redis comes back empty, the pollers
-      known before the outage count as living for ``LIFE_S``, the time to write new heartbeats.
+      known before the outage count as living for ``LIFE_S``, to have time for new heartbeats.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class BlockWriter:
     async def write(
         self, updates: Mapping[str, tuple[BlockUpdate, BlockUpdate | None]]
     ) -> set[str]:
-        """Writes updates in one round trip: replica → update, and whole update if due.
+        """Writes updates in one round trip: replica → its update and, if due, a whole update.
 
         Returns the replicas whose next update must be whole, because Redis lacks this update.
         """
@@ -130,7 +130,7 @@ class BlockReader(ChannelReader[ReplicaBlockUpdate]):
                 yield stored
 
     async def _stored(self, replica: str) -> AsyncIterator[ReplicaBlockUpdate]:
-        """Yields a replica's stored updates; skips updates that another poller appended."""
+        """Yields a replica's stored updates; skips all that do not follow the last one applied."""
         key = self._keys.blocks + replica
         self._read_at[replica] = self._clock()
         try:

@@ -82,8 +82,8 @@ class DrainStore:
 class Drains:
     """A poller's copy of the commands of one pool; the poller restores commands that Redis loses.
 
-    Pollers read the hash every 0.25 s. They do not subscribe to changes, because the channel would
-    also bring them every state that any poller writes.
+    Pollers read the hash in Redis every 0.25 s. They do not subscribe to changes, because the
+    channel would also bring them every state that any poller writes.
     """
 
     def __init__(self) -> None:

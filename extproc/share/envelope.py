@@ -17,7 +17,7 @@ T = TypeVar("T", bound=Struct)
 
 
 class Envelope(Struct, array_like=True, frozen=True):
-    """Value of a key, hash field, list entry or stream entry, or part of a message."""
+    """Value in Redis of a key, hash field, list entry or stream entry; or part of a message."""
 
     tag: str
     version: int
@@ -25,7 +25,7 @@ class Envelope(Struct, array_like=True, frozen=True):
 
 
 class EnvelopeKind(Generic[T]):
-    """Envelopes with one tag.
+    """Kind of envelope, identified by its tag.
 
     Args:
         tag: unique in the whole program.

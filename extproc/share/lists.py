@@ -67,8 +67,8 @@ class KnownLists:
         self._last = {id_: last for id_, last in self._last.items() if id_ in replicas}
 
     async def complete(self, changes: Collection[Any]) -> list[Any]:
-        """Puts lists in place of their hashes. Drops a state whose list Redis lacks; the replica's
-        next state carries the list itself."""
+        """Puts the lists into the states that have a hash instead. Drops a state whose list Redis
+        lacks; the replica's next state carries the list itself."""
         listed = [change for change in changes if isinstance(change, Put) and change.lists]
         known = dict(
             self._last[change.state.id] for change in listed if change.state.id in self._last

@@ -70,7 +70,7 @@ class Server:
         try:
             return await ask(connection, node)
         finally:
-            await connection.disconnect(nowait=True)  # does not wait: nothing can interrupt it
+            await connection.disconnect(nowait=True)  # nothing could interrupt the wait
 
 
 def ask_sentinel(service: str) -> Ask:

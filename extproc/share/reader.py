@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 
 async def keys_after(redis: Redis, beginning: str) -> list[str]:
-    """Returns the keys with a prefix. Redis is asked page by page, so that other clients wait only
-    briefly."""
+    """Returns the keys that begin with ``beginning``. Asks Redis page by page, so that other
+    clients wait only briefly."""
     keys: set[str] = set()
     cursor = 0
     while True:
@@ -39,8 +39,8 @@ async def keys_after(redis: Redis, beginning: str) -> list[str]:
 async def stored_values(
     redis: Redis, keys: Sequence[str]
 ) -> AsyncIterator[list[tuple[str, bytes, float]]]:
-    """Yields pages of (key, value, seconds until it expires) for the keys that hold a string. After
-    each page, the event loop may serve requests."""
+    """Yields pages of (key, value, seconds until the key expires) for the keys that hold a string.
+    Lets other tasks run after each page."""
     for first in range(0, len(keys), _VALUES_PAGE):
         page = keys[first : first + _VALUES_PAGE]
         async with in_time(), redis.pipeline(transaction=False) as pipe:
@@ -58,7 +58,7 @@ async def stored_values(
 class Reader(ABC, Generic[T]):
     """Yields stored values and then changes; starts again after a lost connection.
 
-    Only the reader of replica states logs outages.
+    Only the reader of replica states logs outages, so that each outage is logged once.
     """
 
     def __init__(self, redis: Redis, random: Random, skips: Skips | None = None) -> None:

@@ -18,8 +18,8 @@ from extproc.share.lists import PUT, KnownLists, Put, sealed, sealed_lists
 from extproc.share.reader import ChannelReader, keys_after, stored_values
 
 _MAX_IN_MESSAGE = 16
-"""States in a message. Receiving a message costs a router as much as applying one state; 16 states
-block the router's event loop for a millisecond."""
+"""Limit of states in a message. To receive a message costs a router as much as to apply one state;
+16 states block the router's event loop for a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class StateReader(ChannelReader[Change]):
         return bool(self._outage.problem)
 
     async def read(self, replicas: Iterable[str] | None = None) -> Snapshot:
-        """Returns the states in Redis of these replicas, or of all if None."""
+        """Returns the states that Redis has of these replicas; None: of all replicas."""
         if replicas is None:
             keys = await keys_after(self._redis, self._keys.replica)
         else:

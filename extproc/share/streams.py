@@ -18,7 +18,7 @@ from extproc.share.reader import Reader
 _PAGE = 100  # entries in a read, which block the event loop for some 5 ms
 _BLOCK_MS = round(TIMEOUT_S * 500)  # longest time for which Redis waits for an entry
 _LIFE_S = 86_400  # life of a stream, from the last entry on
-_NONE = "0-0"  # before the id of the first entry
+_NONE = "0-0"  # precedes the id of every entry
 _FIELD = ""  # an entry's only field
 
 B = TypeVar("B", bound=Struct)
