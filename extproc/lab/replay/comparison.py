@@ -115,7 +115,7 @@ def too_short(scene: Scene, runs: Sequence[Played]) -> bool:
 def differences(
     scene: Scene, before: Sequence[Played], after: Sequence[Played]
 ) -> dict[str, dict[str, Difference]]:
-    """Return times without and with a change; a jackknife gives the bounds of the difference."""
+    """Compare times without and with a change; a jackknife gives bounds for each difference."""
     found = {}
     for kind in KINDS:
         among = counted(scene, kind)

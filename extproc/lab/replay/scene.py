@@ -63,7 +63,7 @@ class ReplicaPhase:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReplica:
-    """Replica with its limits and its history."""
+    """Recorded replica: its hardware and limits, and its states over time."""
 
     hardware: HardwareProfile
     phases: tuple[ReplicaPhase, ...]  # the first begins at 0

@@ -229,7 +229,7 @@ class LiveEngine:
             self._metrics.sequence_finished(sequence, answer.bound, self.speed)
 
     def _end(self, sequence: Sequence) -> GeneratedAnswer:
-        """End a sequence; at the end of a request's last one, count its prompts in the metrics."""
+        """End a sequence; if it is the last of its request, count the request's prompts."""
         generation, index = self._owners.pop(sequence.id)
         generation.end()
         if generation.complete:
