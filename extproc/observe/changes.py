@@ -14,7 +14,7 @@ from extproc.observe.metrics import Counts
 logger = logging.getLogger(__name__)
 
 _NOT_LOGGED = FAILING.name, FULL.name
-"""An ejection is logged when the ejection begins. A full replica may change every second."""
+"""Ejections have a log line of their own, and a full replica may change every second."""
 _GONE_S = 600.0  # time for which a process that left stays on the page
 _COUNTED_EVERY_S = 60.0  # between two lines of a counter, which may grow 100 times a second
 _NEVER = -inf, -inf

@@ -95,7 +95,7 @@ class PredictedSeconds:
         return self._children.setdefault(labels, children)
 
     def totals(self) -> list[float]:
-        """Return how many durations were up to each bound, and how many in all, over all pairs."""
+        """Return the number of durations up to each bound, and of all, over all models together."""
         (family,) = self._seconds.collect()
         counts = [sample.value for sample in family.samples if "le" in sample.labels]
         size = len(self.bounds) + 1
@@ -301,7 +301,7 @@ class RouterMetrics:
     def set_waiting(
         self, waiting: Sequence[tuple[str, str, int]], used: Sequence[tuple[str, float]]
     ) -> None:
-        """Set gauges: queued requests by objective and tenant, each tenant's share of ``used``."""
+        """Set the gauges of queued requests, and of each tenant's share of the used seconds."""
         label = _labels(((tenant, count) for _, tenant, count in waiting), _TENANTS)
         self.waiting.clear()
         self.waiting.labels("", "").set(0)
@@ -358,8 +358,8 @@ class Demand:
 
         Args:
             waiting: requests in the queue.
-            routers: number of routers: sums over all routers count usable replicas once, and one
-                replica for each queued model that no replica serves.
+            routers: number of routers. Each reports an equal part of the busy usable replicas, and
+                of one replica for each queued model that no replica serves: metrics are summed.
             usable: replicas that are not excluded.
         """
         waiting = tuple(waiting)

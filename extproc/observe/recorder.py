@@ -181,7 +181,7 @@ class Recorder:
         self._pending -= sum(map(len, lines))
 
     def _look(self) -> Iterator[None]:
-        """Record replicas whose health changed or last line is 10 s old; yield after each."""
+        """Record each replica that changed, or whose last line is 10 s old; yield after each."""
         now, view = self._clock(), self._fleet.overview()
         for place, replica in enumerate(view.ids):
             state = self._fleet.members.get(replica)

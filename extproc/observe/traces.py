@@ -141,7 +141,7 @@ class Trace:
         _set(self._request, request)
 
     def ended(self, result: str, error: str = "") -> None:
-        """End ``route``; ``result``: as in ``extproc_requests_total``; ``error``: if refused."""
+        """End ``route``; ``result`` as in ``extproc_requests_total``; ``error``: a refusal."""
         self._route.set_attribute("extproc.result", result)
         if error:
             self._route.add_event("refused", {"why": error})

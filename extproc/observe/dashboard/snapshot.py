@@ -189,7 +189,7 @@ def _facts(pools: Sequence[ObservedPool]) -> Iterator[tuple[str, str]]:
 
 
 def _links(pools: Sequence[ObservedPool]) -> dict[str, str]:
-    """Page URLs of the other routers that this machine may reach, by a router's host and port."""
+    """Map other routers, named by host and port, to their pages that this machine can reach."""
     scheme = "https" if pools[0].config.admin.tls_cert else "http"
     return {
         name: f"{scheme}://{admin}/"
