@@ -203,8 +203,7 @@ def tables() -> str:
 
 
 def picture() -> bytes:
-    """PNG with a panel for each of ``_PANELS``. A panel has a bar for each product, that of the
-    product's best policy."""
+    """PNG with a panel for each of ``_PANELS``, with a bar for each product's best policy."""
     from benchmarks.report.pictures import bars  # needs matplotlib
 
     panels: dict[str, dict[str, tuple[TurnSpread, str]]] = {}

@@ -35,7 +35,7 @@ class FaultInjection:
     def __init__(
         self, fault: Fault, front: Front, servers: Servers, replicas: Mapping[str, Process]
     ) -> None:
-        self.complaints: list[str] = []  # deviations from the policy before the fault
+        self.complaints: list[str] = []  # problems of the contender before the fault
         self.spared = dict(servers)  # replicas that the fault does not hit
         self._fault = fault
         self._front = front
@@ -70,8 +70,8 @@ class FaultInjection:
     def marked(
         self, requests: list[dict[str, Any]], started_s: float
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Returns the fault, with its time in seconds after the start, and the requests, each with
-        ``struck`` added: true if it was in flight on the failing part at the time of the fault.
+        """Returns the fault, with its time in seconds after the start, and the requests. Each gets
+        ``struck``: true if the request was in flight on the failing part at that time.
 
         If a picker fails, all requests in flight are struck.
         """
@@ -216,7 +216,7 @@ def _with_decision(
 
 
 def work_complaints(requests: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Deviations from the plan: failed requests, and answers of another length than planned."""
+    """Problems that make a run wrong: failed requests, answers of another length than planned."""
     answered = [request for request in requests if request["error"] is None]
     counts = {
         "failed": len(requests) - len(answered),

@@ -53,13 +53,13 @@ class SetupFigures:
 
     @property
     def cpu_us(self) -> float:
-        """Microseconds of CPU that the router uses for a request, measured while the number of
-        requests in flight is constant."""
+        """Microseconds of CPU that the router uses for a request, measured while a constant number
+        of requests is in flight."""
         return 1e6 * self.cpu_s_at_once / max(self.at_once.answered, 1)
 
     @property
     def load(self) -> float:
-        """Share of its core that the router uses while the requests in flight are constant."""
+        """Share of its core that the router uses with a constant number of requests in flight."""
         return self.cpu_s_at_once / self.at_once.seconds
 
     def line(self, alone: "SetupFigures") -> str:

@@ -18,7 +18,7 @@ class Metric:
     name: str
     attribute: str  # of a request
     percent: float | None = None  # percentile; None: the mean
-    headline: bool = False  # worth a sentence
+    headline: bool = False  # in short tables, sentences and pictures
 
     def figure(self, run: RunResult) -> float | None:
         values = measured(run, self.attribute)
@@ -163,7 +163,7 @@ def beside_best(
 def rivals(
     every: Sequence[ContenderRuns], ours: Sequence[str]
 ) -> tuple[ContenderRuns | None, list[ContenderRuns]]:
-    """Returns the first of ``ours``, else of ``every`` (None: it has no run), and its rivals."""
+    """Returns this router's main contender (None: it has no run), and those to compare it with."""
     named = (contender for contender in every if contender.name in ours[:1])
     subject = next(named, None if ours else every[0])
     own = {subject and subject.name, *ours}
