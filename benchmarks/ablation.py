@@ -68,18 +68,18 @@ def _returning(value: Any) -> Callable[[Any], Any]:
 
 
 def _passing(at: int) -> Callable[[Any], Any]:
-    """Returns a replacement that only returns its argument number ``at``."""
+    """Makes a replacement that returns its argument number ``at`` unchanged."""
     return lambda _: lambda *args: args[at]
 
 
 def _zeros(_: Any) -> Callable[..., Floats]:
-    """Replacement whose first argument is a view: returns a zero for each candidate."""
+    """Makes a replacement that returns a zero for each candidate of its first argument, a view."""
     return lambda view, *_: np.zeros(len(view))
 
 
 def _weight(weight_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a replacement of ``Prediction.cost_weight``: ``weight_of(prediction)`` or, as
-    before, 1 if the first token does not matter."""
+    """Makes a replacement of ``Prediction.cost_weight``: ``weight_of(prediction)``, except that the
+    weight stays 1 if the first token does not matter."""
 
     def weight(prediction: Any) -> Any:
         return weight_of(prediction) if prediction.first_token_matters else 1.0
@@ -93,7 +93,7 @@ def _first_token_weight(prediction: Any) -> float:
 
 
 def _predicting(name: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a replacement of ``predict`` that sets a field to ``value(prediction)``."""
+    """Makes a replacement of ``predict`` that then sets field ``name`` to ``value(prediction)``."""
 
     def neutral(predict: Any) -> Any:
         def predicted(*args: Any) -> Any:
@@ -107,7 +107,7 @@ def _predicting(name: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _unpredicted_queue(_: Any) -> Any:
-    """Replacement that leaves the wait in the router's queue out of the predicted times."""
+    """Makes a replacement that leaves the wait in the router's queue out of predicted times."""
 
     def add(prediction: Any, wait: Floats, *_: Any) -> None:
         prediction.queue = wait
@@ -174,7 +174,7 @@ class Cell:
     trace: str
     fleet: str
     speed: float
-    options: Mapping[str, Any] = field(default_factory=dict)  # of `FleetSimulation`
+    options: Mapping[str, Any] = field(default_factory=dict)  # more arguments of `FleetSimulation`
     events: float = 1.0  # factor of the times of the fleet's events: segments are short
     frontend: float = 0.0  # seconds that a request spends outside the engine's steps
     longest: tuple[float, float] = (inf, inf)  # tokens of a prompt and of an answer, at most

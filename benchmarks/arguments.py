@@ -131,7 +131,7 @@ def counts(text: str) -> list[int]:
 
 
 def address(text: str) -> str:
-    """Type of an argument: the address ``ip:port`` of a server, with or without ``http://``."""
+    """Type for argparse: the address ``ip:port`` of a server, with or without ``http://``."""
     found = text.removeprefix("http://").rstrip("/")
     try:
         host, _ = split_address(found)
@@ -148,7 +148,7 @@ def servers_by_name(addresses: Iterable[str]) -> dict[str, str]:
 
 
 def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Type of an argument that lists known names, separated by commas."""
+    """Type for argparse: a list of ``known`` names, separated by commas."""
     names = list(known)
 
     def parse(text: str) -> list[str]:

@@ -151,8 +151,8 @@ def measure(
 
 
 def measure_chat(text_bytes: int, times: int) -> Line:
-    """Times the parsing of a chat of a few messages. The shortest repeat counts, as ``timeit``
-    advises."""
+    """Times the parsing of a chat of a few messages. Of several repeats the shortest counts, as
+    ``timeit`` advises."""
     text = ("some words " * text_bytes)[: text_bytes // _MESSAGES]
     roles = ("user", "assistant") * (_MESSAGES // 2)
     messages = [{"role": role, "content": text} for role in roles]
@@ -250,7 +250,7 @@ class _FullRouter:
 
 
 class SteadyRouter:
-    """Router under a virtual clock with a constant load: with each arrival another request ends."""
+    """Router under a virtual clock and constant load: after each arrival another request ends."""
 
     def __init__(
         self, policy: str, replicas: int, kv_usage: float, adapters: int, in_flight: int
@@ -306,8 +306,8 @@ class SteadyRouter:
         self._models[replica][model] += 1
 
     def _wait(self) -> None:
-        """Advances the clock by half the time until the next request, and makes the polls that are
-        due."""
+        """Advances the clock by half the time between two requests, drawn at random, and makes the
+        polls that are due."""
         until = self._clock.time + self._random.expovariate(2 * _RATE)
         while self._polled_at + self._pause <= until:
             self._polled_at = self._clock.time = self._polled_at + self._pause

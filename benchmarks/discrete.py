@@ -36,8 +36,8 @@ _URGENT = Objective("urgent", priority=1)
 
 
 def poll_interval(policy: str) -> float:
-    """Seconds between two scrapes of a replica: the default of the router from which the policy
-    comes."""
+    """Seconds between two scrapes of a replica: the default of the router that has this policy,
+    such as llm-d's picker."""
     return _PICKERS_INTERVAL if policy in ("queue_kv", "least_kv") else _INTERVAL
 
 

@@ -25,7 +25,7 @@ _POLL_INTERVAL_S = 0.2  # between two polls of a replica
 
 
 class RequestLoad:
-    """Requests that a router reads, decides, dispatches and ends, one at each step.
+    """Load of a router: each :meth:`step` begins a request and ends the oldest.
 
     ``in_flight`` requests stay in flight. Envoy does not forward responses to the router.
     """
@@ -47,7 +47,7 @@ class RequestLoad:
         self._in_flight: deque[tuple[_EnvoyStream, asyncio.Task[None]]] = deque()
 
     async def step(self) -> None:
-        """Serves a new request up to the router's reply; then ends the oldest if too many run."""
+        """Serves a new request up to the router's reply; ends the oldest once ``in_flight`` run."""
         self._wait()
         envoy = _EnvoyStream(next(self._messages))
         context = cast("grpc.aio.ServicerContext[Any, Any]", envoy)

@@ -28,7 +28,7 @@ in the fourth."""
 class Oracle(Routers):
     """Router that sees the current state of every engine and the length of every answer.
 
-    It chooses the lowest ``completion + weight·cost to others + avoidable prefill``. A further term
+    The lowest ``completion + weight·cost to others + avoidable prefill`` is chosen. A further term
     for evicted blocks gained nothing in ``agents`` and ``mooncake-synthetic`` on eight A100, even
     with all later prompts known.
     """
@@ -93,7 +93,7 @@ class Oracle(Routers):
             self._corrections.observe(self._rows[served.replica], predicted, actual, self._clock())
 
     def _with_step_ends(self, prediction: Prediction, machines: Items[Machine]) -> Prediction:
-        """Adds the true rest of each engine's current step to the predicted times."""
+        """Adds the time that each engine's current step still takes to the predicted times."""
         ends = [machine.step_ends_at for machine in machines]
         rest = np.array([0.0 if end is None else end - self._clock() for end in ends])
         return structs.replace(

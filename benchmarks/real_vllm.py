@@ -65,7 +65,7 @@ def requests(
 def join(
     sent: Iterable[Sample], answered: Iterable[Answer], records: Iterable[Row]
 ) -> list[dict[str, Any]]:
-    """Rows of the requests that the router decided and the server answered completely."""
+    """Predicted and actual times of each request that was decided and completely answered."""
     decided = {record["request_id"]: record for record in records}
     predicted = ("predicted_ttft_s", "predicted_completion_s")
     copied = ("prompt_tokens", "expected_output_tokens", *predicted)
@@ -84,8 +84,8 @@ def join(
 
 
 def accuracy(predicted: Sequence[float], actual: Sequence[float]) -> Accuracy | None:
-    """Relative errors of predictions; None for fewer than two. A positive bias means predicted too
-    long."""
+    """Relative errors of predicted times; None for fewer than two. If the bias is positive, the
+    predictions were too long."""
     if len(actual) < 2:
         return None
     signed = np.array(predicted) / np.array(actual) - 1.0
@@ -117,7 +117,7 @@ def measures(served: Sequence[Row]) -> dict[str, Accuracy | None]:
 
 
 def groups(served: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by group: all, known length, unknown length, and the latter two for each replica."""
+    """Rows by group: all, known and unknown length, and the latter two for each replica, too."""
     found: dict[str, list[Row]] = {"all": list(served)}
     for row in served:
         length = "known length" if row["known"] else "unknown length"

@@ -98,7 +98,7 @@ def header() -> str:
 
 
 def row(run: Run, took: float) -> str:
-    """Line of the table for a run, and lines for its groups."""
+    """Line of the table for a run, then a line for each group; ``took``: CPU seconds."""
     name = f"oracle (cost ×{run['weight']:g})" if "weight" in run else run["policy"]
     gap = run.get("to_oracle")
     distance = f"{gap['e2e_s']['mean']:7.2f}{gap['e2e_s']['p99']:7.2f}" if gap else " " * 14
@@ -136,8 +136,8 @@ def _groups(served: Iterable[Served]) -> dict[str, dict[str, Any]]:
 
 
 def _served(request: Served, policy: str) -> dict[str, Any]:
-    """Record of a request; without predictions if they are the oracle's, because no router could
-    make them."""
+    """Record of a request. Predictions of the oracle are left out, because no router could make
+    them."""
     predicted = None if policy == "oracle" else request.decision
     return {
         "at_s": request.traced.at,

@@ -25,7 +25,7 @@ Requests = Sequence[Mapping[str, Any]]  # records of the load client
 
 
 class ComparedFleet(ABC):
-    """Replicas that serve each run of each contender."""
+    """Replicas of a comparison, the same for every contender and run."""
 
     model: str  # served by all replicas
     profiles: Mapping[str, str]  # hardware profiles in the router's configuration, by replica

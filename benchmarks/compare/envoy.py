@@ -129,7 +129,7 @@ def _balancing(policy: str) -> dict[str, Any]:
 
 
 async def replica_complaints(admin: str, replicas: int) -> list[str]:
-    """Complaints about retries, overflows, failed connections and missing replicas."""
+    """Problems in Envoy's statistics that make a run wrong: retries, missing replicas, …"""
     stats = await envoy_stats(admin)
     if not stats:
         return [f"Envoy's statistics are missing: {admin}/stats does not answer"]

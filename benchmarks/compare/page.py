@@ -203,8 +203,7 @@ def tables() -> str:
 
 
 def picture() -> bytes:
-    """PNG with a panel for each of ``_PANELS``, and in each panel a bar for the best contender of
-    each product."""
+    """PNG with a panel for each of ``_PANELS``, with a bar for each product's best policy."""
     from benchmarks.report.pictures import bars  # needs matplotlib
 
     panels: dict[str, dict[str, tuple[TurnSpread, str]]] = {}
@@ -285,7 +284,7 @@ def _cost() -> Iterator[str]:
 
 
 def _elsewhere() -> Iterator[str]:
-    """Tables of programs that must be built from source; they were measured once, by hand."""
+    """Tables of routers that must be built from source, which were measured once, by hand."""
     measured = _ELSEWHERE.figures()
     yield f"### {measured['heading']}\n\n{measured['about']}\n"
     for table in measured["tables"]:

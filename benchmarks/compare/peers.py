@@ -144,8 +144,7 @@ async def _healthy(url: str) -> int:
 
 
 def metric_complaints(samples: Iterable[Sample]) -> list[str]:
-    """Complaints about retries, open circuit breakers, refusals and the like, from a proxy's
-    metrics."""
+    """Problems in a proxy's metrics that make a run wrong: retries, refusals and the like."""
     found = []
     for sample in samples:
         if sample.name.endswith(_ALWAYS_ZERO) and sample.value:

@@ -35,7 +35,7 @@ class FaultInjection:
     def __init__(
         self, fault: Fault, front: Front, servers: Servers, replicas: Mapping[str, Process]
     ) -> None:
-        self.complaints: list[str] = []  # about the contender, before the fault
+        self.complaints: list[str] = []  # problems of the contender before the fault
         self.spared = dict(servers)  # replicas that the fault does not hit
         self._fault = fault
         self._front = front
@@ -70,11 +70,10 @@ class FaultInjection:
     def marked(
         self, requests: list[dict[str, Any]], started_s: float
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Returns the fault, with its time in seconds after the start, and the requests with
-        ``struck`` added.
+        """Returns the fault, with its time in seconds after the start, and the requests. Each gets
+        ``struck``: true if the request was in flight on the failing part at that time.
 
-        A struck request was in flight on the part at the time of the fault. For a picker these are
-        all requests in flight.
+        If a picker fails, all requests in flight are struck.
         """
         at_s = self._at_s - started_s
 
@@ -88,8 +87,8 @@ class FaultInjection:
 
 
 def excused(request: Mapping[str, Any], fault: Mapping[str, Any] | None) -> bool:
-    """True for a request that failed after a fault: such a failure is counted, but is no
-    complaint."""
+    """True for a request that failed after a fault. Such a failure is counted, but the run is not
+    called wrong because of it."""
     return bool(fault and request["error"] and _ended_s(request) > fault["at_s"])
 
 
@@ -217,7 +216,7 @@ def _with_decision(
 
 
 def work_complaints(requests: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Complaints about failed requests, and about answers of another length than planned."""
+    """Problems that make a run wrong: failed requests, answers of another length than planned."""
     answered = [request for request in requests if request["error"] is None]
     counts = {
         "failed": len(requests) - len(answered),

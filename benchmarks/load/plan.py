@@ -56,7 +56,7 @@ def prompt(request: TracedRequest, number: int, counting: Counting, salt: str) -
 
 
 def some_words(key: str, count: int) -> str:
-    """Draws words by the key, each followed by a space. A smaller count gives a prefix.
+    """Draws words, each followed by a space; ``key`` is the seed. A smaller count gives a prefix.
 
     The words come in blocks of :data:`DECK`, each a permutation of all words. So texts of equal
     length have nearly equal token counts, even if the vocabulary splits some words.

@@ -62,7 +62,7 @@ def record(planned: Planned, answer: Answer) -> Figures:
 def summary(
     records: Sequence[Record], client: Client, effort: Effort, took_s: float, excluded: int = 0
 ) -> Figures:
-    """Figures of a run; ``excluded`` requests of the trace did not fit into the context."""
+    """Figures of a run. ``excluded``: number of requests that did not fit into the context."""
     answered = [entry for entry in records if entry["error"] is None]
     answers = client.answers.values()
     gaps = chain.from_iterable(answer.gaps_s for answer in answers if answer.ok)

@@ -53,13 +53,13 @@ class SetupFigures:
 
     @property
     def cpu_us(self) -> float:
-        """Microseconds of the router's CPU for a request, at a fixed number of requests in
-        flight."""
+        """Microseconds of CPU that the router uses for a request, measured while a constant number
+        of requests is in flight."""
         return 1e6 * self.cpu_s_at_once / max(self.at_once.answered, 1)
 
     @property
     def load(self) -> float:
-        """Busy share of the router's core, at a fixed number of requests in flight."""
+        """Share of its core that the router uses with a constant number of requests in flight."""
         return self.cpu_s_at_once / self.at_once.seconds
 
     def line(self, alone: "SetupFigures") -> str:
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _measure_all(
     setups: Sequence[Setup], seconds: float, in_flight: int
 ) -> list[SetupFigures]:
-    """Measures every setup and prints its line; the first setup has no router."""
+    """Measures every setup and prints its line, compared with the first, which has no router."""
     cores = Cores.of_this_machine()
     print(cores)
     print(

@@ -17,7 +17,7 @@ from extproc.proxy.service import SERVICE
 
 
 async def process(_: object, context: grpc.aio.ServicerContext) -> None:
-    """Answers each message with CONTINUE; shielded as in ``extproc/proxy/service.py``."""
+    """Answers each message with CONTINUE; ignores cancellation, as ``extproc/proxy/service.py``."""
     await asyncio.shield(_answer(context))
 
 

@@ -109,7 +109,7 @@ class OverheadStack(Stack):
         return 0.0 if self._setup.router == "none" else memory_kb(self.process("router").pid)
 
     async def start(self, name: str) -> None:
-        """Starts Redis before ``states``, a process that ends if it cannot connect to Redis."""
+        """Starts a process. Redis is started before ``states``, which would end without it."""
         if name == "states":
             await super().start("redis")
         await super().start(name)

@@ -13,12 +13,12 @@ from benchmarks.report.results import Results, RunResult, read
 
 @dataclass(frozen=True)
 class Metric:
-    """Figure over the answered requests of a run; lower is better."""
+    """Mean or percentile over the answered requests of a run; lower is better."""
 
     name: str
     attribute: str  # of a request
     percent: float | None = None  # percentile; None: the mean
-    headline: bool = False  # worth a sentence
+    headline: bool = False  # in short tables, sentences and pictures
 
     def figure(self, run: RunResult) -> float | None:
         values = measured(run, self.attribute)
@@ -116,8 +116,8 @@ class ContenderRuns:
 
 
 def measured(run: RunResult, attribute: str) -> list[float]:
-    """Values of an attribute of the answered requests, without None. First tokens of responses that
-    came whole are left out, because no client saw them."""
+    """Values of an attribute of the answered requests, without None. TTFT of a response that came
+    whole is left out, because its client saw no first token."""
     seen = (each for each in run.answered if attribute != "ttft_s" or each.streamed is not False)
     return [value for each in seen if (value := getattr(each, attribute)) is not None]
 
@@ -163,7 +163,7 @@ def beside_best(
 def rivals(
     every: Sequence[ContenderRuns], ours: Sequence[str]
 ) -> tuple[ContenderRuns | None, list[ContenderRuns]]:
-    """Returns the contender to compare (None if it has no run), and its rivals."""
+    """Returns this router's main contender (None: it has no run), and those to compare it with."""
     named = (contender for contender in every if contender.name in ours[:1])
     subject = next(named, None if ours else every[0])
     own = {subject and subject.name, *ours}

@@ -26,7 +26,7 @@ class RequestResult(BaseModel):
 
     @property
     def token_s(self) -> float | None:
-        """Mean time between chunks."""
+        """Mean seconds between two chunks of this response."""
         return self.gaps_s["mean"] if self.gaps_s else None
 
     @property

@@ -80,8 +80,8 @@ def _completions(requests: Sequence[RequestResult]) -> list[float]:
 
 
 def harm_rows(results: Results, every: Sequence[ContenderRuns]) -> Iterator[list[str]]:
-    """Rows of a contender's name and figures. Counts are sums over runs, ``until`` and ``slowest``
-    the highest of all runs, and other times medians."""
+    """Rows of the fault table: a contender's name and its harm over all runs. Counts are sums,
+    ``until`` and ``slowest`` are the highest values, and other times are medians."""
     for contender in every:
         yield [marked(contender), *_cells([harm(run) for run in contender.runs if run.fault])]
     for name in results.without_part:
@@ -116,7 +116,7 @@ _KNOWN_LENGTHS = (
 
 
 def outcome(results: Results, every: Sequence[ContenderRuns]) -> list[str]:
-    """Sentences on where this router wins and loses, on failures and on warnings."""
+    """Sentences on the figures in which this router wins or loses, on failures and warnings."""
     sentences = [
         *([describe_fault(results.fault)] if results.fault else comparison(results, every))
     ]

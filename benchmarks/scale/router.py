@@ -96,7 +96,7 @@ async def _decide(services: Services, rate: float, made: list[float]) -> None:
 
 
 def _digests_received(registry: CollectorRegistry) -> NDArray[np.float64]:
-    """Digests received from other routers so far, and the sum of their ages in seconds."""
+    """Number of digests received from other routers, and the sum of their ages in seconds."""
     names = [f"extproc_digest_age_seconds_{part}" for part in ("count", "sum")]
     return np.array([registry.get_sample_value(name) for name in names])
 

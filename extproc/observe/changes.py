@@ -14,7 +14,7 @@ from extproc.observe.metrics import Counts
 logger = logging.getLogger(__name__)
 
 _NOT_LOGGED = FAILING.name, FULL.name
-"""An ejection is logged when the ejection begins. A full replica may change every second."""
+"""Ejections have a log line of their own, and a full replica may change every second."""
 _GONE_S = 600.0  # time for which a process that left stays on the page
 _COUNTED_EVERY_S = 60.0  # between two lines of a counter, which may grow 100 times a second
 _NEVER = -inf, -inf
@@ -22,7 +22,7 @@ _OVER_S = 60.0  # time without a warning until its end is logged: a figure may v
 
 
 class Exclusions:
-    """Excluded replicas of a pool. Each time is that of a ``look`` call, not of the event."""
+    """Excluded replicas of a pool, each since the ``look`` call that first found it excluded."""
 
     def __init__(self) -> None:
         self._excluded: dict[str, tuple[str, float]] = {}  # last reason, start of the exclusion
@@ -61,7 +61,7 @@ class Exclusions:
 
 
 class Onsets:
-    """When each replica began to cause each warning, in seconds since the epoch.
+    """Times since which replicas cause the dashboard's warnings, in seconds since the epoch.
 
     A figure may vary around its limit, so a cause that returns within a minute counts as the same
     cause.
@@ -71,10 +71,10 @@ class Onsets:
         self._seen: dict[tuple[str, str], tuple[float, float]] = {}  # first and last time
 
     def since(self, cause: str, replicas: Collection[str], now: float) -> float:
-        """Notes that a cause is present now, and returns when it was first seen.
+        """Notes that replicas cause a warning now, and returns since when they have done so.
 
         Args:
-            cause: such as ``slow``.
+            cause: name of the cause, such as ``slow``.
             replicas: at least one ``ip:port``; the earliest of their times is returned.
             now: the time of this call.
         """
@@ -87,8 +87,8 @@ class Onsets:
 
 
 class Presence:
-    """Processes of one kind, living or gone. Times are times of ``look`` calls, not of the
-    events."""
+    """Living and gone processes of one kind. Each counts as gone from the first ``look`` call that
+    misses it."""
 
     def __init__(self, kind: str, pool: str) -> None:
         """``kind``: routers or pollers; ``pool`` is for the log."""
@@ -96,7 +96,7 @@ class Presence:
         self._pool = pool
         self._alive: frozenset[str] | None = None  # None: not known yet
         self._gone: dict[str, float] = {}  # time of leaving, in seconds since the epoch
-        self._silent = frozenset[str]()  # processes in ``_gone`` that said no farewell
+        self._silent = frozenset[str]()  # processes in ``_gone`` that did not announce their stop
         self._farewells = frozenset[str]()  # ``stopped`` of the last look
 
     def look(self, alive: Collection[str], now: float, stopped: Collection[str]) -> None:
@@ -105,8 +105,8 @@ class Presence:
         Args:
             alive: host and port of the living processes.
             now: seconds since the epoch.
-            stopped: names of the processes that said farewell since the last look, and maybe
-                before; a name ends with a part that is new with each start.
+            stopped: names of processes that announced their stop, since the last look or earlier;
+                a name ends with a part that is new with each start.
         """
         before, self._alive = self._alive, frozenset(alive)
         left = frozenset() if before is None else before - self._alive
@@ -130,7 +130,7 @@ class Presence:
 
     @property
     def lost(self) -> list[str]:
-        """Processes of :attr:`gone` that left without a farewell, each with the time of day."""
+        """Processes of :attr:`gone` that did not announce their stop, each with the time of day."""
         return [self._since(name) for name in self._gone if name in self._silent]
 
     def _since(self, name: str) -> str:
@@ -178,7 +178,7 @@ class WarningLog:
         self._seen: dict[str, float] = {}  # warning → last time shown, on the clock
 
     def look(self, warnings: Iterable[str]) -> None:
-        """Compares the warnings that the dashboard shows now with the warnings of earlier calls."""
+        """Logs which warnings appeared or ended; ``warnings``: all that the dashboard shows now."""
         now = self._clock()
         for warning in warnings:
             if warning not in self._seen:

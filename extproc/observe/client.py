@@ -1,7 +1,7 @@
 """HTTP client of a router's admin address: fetches decisions and live snapshots.
 
 Functions here raise :class:`RouterUnavailableError` if the router does not answer or has
-stopped, and ValueError if a file of ``access`` cannot be used.
+stopped, and ValueError if the token or certificate of ``access`` cannot be read.
 """
 
 import os

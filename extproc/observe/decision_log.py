@@ -101,8 +101,7 @@ class LoggedDecision(msgspec.Struct, eq=False):
         )
 
     def _candidates(self, most: int | None) -> list[Candidate]:
-        """Convert a thousand candidates in 2 ms, column by column; value by value would take 20
-        ms."""
+        """Convert the candidates column by column: a thousand in 2 ms, not in 20 ms."""
         choice, view = self.decision.choice, self.decision.situation.view
         prediction = self.decision.prediction
         shown = np.arange(len(view))

@@ -44,12 +44,12 @@ class History:
             self._totals.append((now, self._now()))
 
     def rows(self) -> list[tuple[float, ...]]:
-        """Return a row for each of :data:`SPANS_S`, or for the shorter life of the router. A row
-        covers its span, or up to ten seconds less.
+        """Return a row of figures for each period of :data:`SPANS_S` until now. A period may be up
+        to ten seconds shorter, and begins at the start of the router at the earliest.
 
         A row has requests, answers with 5xx (the router's 503 included) and refusals with 429, each
-        per second, and the :data:`QUANTILES` of seconds to first token, per token and to
-        completion; NaN: no such time is known.
+        per second. Then come the :data:`QUANTILES` of TTFT, time per token and completion in
+        seconds; NaN: no such time is known.
         """
         return [self._row(span) for span in SPANS_S]
 
@@ -83,7 +83,7 @@ def _sum(counts: Counts, labels: Container[str]) -> float:
 def quantile(bounds: Sequence[float], counts: Floats, q: float) -> float:
     """Return a quantile of a histogram, interpolated within its bucket; NaN for no values.
 
-    ``counts``: number of values up to each bound, and of all values.
+    ``counts``: number of values up to each of ``bounds``, and last the number of all values.
     """
     if not (total := counts[-1]):
         return float("nan")
@@ -107,7 +107,7 @@ class Average:
 
 
 class Delays:
-    """Delays of the router itself, and of its Redis."""
+    """Delays of the router's event loop and of its Redis, and Redis's refusal to store."""
 
     def __init__(self, clock: Clock) -> None:
         self.loop_delay_s = Average(clock)  # lateness of the event loop's timers, at most 1 s

@@ -38,7 +38,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Counts(Counter):
-    """Counter that caches its children, because ``labels`` takes longer than ``inc``."""
+    """Counter that caches its series: looking one up by ``labels`` takes longer than ``inc``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -55,7 +55,7 @@ class Counts(Counter):
         return [(tuple(sample.labels.values()), sample.value) for sample in family.samples]
 
     def keep(self, label: str, values: Container[str]) -> None:
-        """Drop the combinations in which the value of ``label`` is not among ``values``."""
+        """Remove the series whose value of ``label`` is not among ``values``."""
         at = self._labelnames.index(label)
         for dropped in [labels for labels in self._children if labels[at] not in values]:
             del self._children[dropped]
@@ -65,8 +65,8 @@ class Counts(Counter):
 class PredictedSeconds:
     """Histograms of a duration and of predicted ÷ actual duration, by model and objective.
 
-    The first 20 pairs have series of their own, all others one: clients choose model names, and
-    writing a dozen series of 20 pairs to the page stops the router for 10 ms.
+    The first 20 pairs of model and objective have series of their own, all later pairs share one:
+    clients choose model names, and to write the series of 20 pairs stops the router for 10 ms.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class PredictedSeconds:
         return self._children.setdefault(labels, children)
 
     def totals(self) -> list[float]:
-        """Return the number of durations up to each bound, and of all, for all pairs together."""
+        """Return the number of durations up to each bound, and of all, over all models together."""
         (family,) = self._seconds.collect()
         counts = [sample.value for sample in family.samples if "le" in sample.labels]
         size = len(self.bounds) + 1
@@ -301,7 +301,7 @@ class RouterMetrics:
     def set_waiting(
         self, waiting: Sequence[tuple[str, str, int]], used: Sequence[tuple[str, float]]
     ) -> None:
-        """Set the queued requests by objective and tenant, and the replica seconds per tenant."""
+        """Set the gauges of queued requests, and of each tenant's share of the used seconds."""
         label = _labels(((tenant, count) for _, tenant, count in waiting), _TENANTS)
         self.waiting.clear()
         self.waiting.labels("", "").set(0)
@@ -343,7 +343,7 @@ class Demand:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._work = self._seconds = 0.0  # replica seconds, and seconds of time; both fade
+        self._work = self._seconds = 0.0  # replica-seconds of arrived work, and age; both fade
         self._at = clock()
 
     def arrived(self, decision: Decision) -> None:
@@ -358,8 +358,8 @@ class Demand:
 
         Args:
             waiting: requests in the queue.
-            routers: number of routers. Each router reports an equal share of the busy usable
-                replicas, and of one replica for each queued model that no replica serves.
+            routers: number of routers. Each reports an equal part of the busy usable replicas, and
+                of one replica for each queued model that no replica serves: metrics are summed.
             usable: replicas that are not excluded.
         """
         waiting = tuple(waiting)

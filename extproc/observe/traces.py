@@ -141,7 +141,7 @@ class Trace:
         _set(self._request, request)
 
     def ended(self, result: str, error: str = "") -> None:
-        """End ``route``; ``result``: as in ``extproc_requests_total``; ``error``: text, if any."""
+        """End ``route``; ``result`` as in ``extproc_requests_total``; ``error``: a refusal."""
         self._route.set_attribute("extproc.result", result)
         if error:
             self._route.add_event("refused", {"why": error})
@@ -166,7 +166,7 @@ class Trace:
 
 
 def _compared(decision: Decision) -> Attributes:
-    """Describe the chosen replica and the runner-up by the terms of their predictions."""
+    """Return the terms of the predictions for the chosen replica and the second choice."""
     choice, view = decision.choice, decision.situation.view
     second = {} if choice.second is None else {"second": choice.second}
     return {

@@ -34,7 +34,7 @@ class Entry:
 
     @property
     def why(self) -> str:
-        """Failure of the request, lack of a decision, or first clause of the decision's reason."""
+        """Reason for the route in a clause, or the failure, or that no decision was made."""
         if self.access is not None and self.access.status != 200:
             return f"status {self.access.status}" if self.access.status else "the client left"
         if self.decision is None:
@@ -43,7 +43,7 @@ class Entry:
 
 
 class Journal:
-    """Requests that :meth:`refresh` has found at a stack's router or in Envoy's access log."""
+    """Requests of a running stack, from its router's decisions and Envoy's access log."""
 
     def __init__(self, stack: Stack) -> None:
         self.entries: dict[str, Entry] = {}  # by request id, in the order of discovery

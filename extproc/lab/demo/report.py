@@ -45,7 +45,7 @@ class Run:
 
     @property
     def predicted_error_median(self) -> float | None:
-        """Median of \\|predicted - actual\\| ÷ actual completion."""
+        """Median relative error of the predicted completion times; 0.1: off by 10%."""
         decisions = {entry.request_id: entry.decision for entry in self._known()}
         errors = [
             abs(predicted / answer.completion_s - 1.0)

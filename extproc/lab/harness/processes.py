@@ -173,7 +173,7 @@ async def together(
 
 
 def _die_with(parent: int) -> None:
-    """Has Linux kill this forked child when ``parent`` ends; runs before the child's program."""
+    """Makes Linux kill this forked child when ``parent`` ends; runs before the child's program."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the parent died before the line above
@@ -216,8 +216,8 @@ def free_port() -> int:
 
 
 def pick_ports(wanted: Mapping[str, int]) -> dict[str, int]:
-    """Return a free TCP port on loopback for each name, all different: the wanted port if it is
-    free, else another. Port 0 stands for any."""
+    """Return a different free TCP port on loopback for each name: the wanted port if it is free,
+    else another. Wanted port 0: any port will do."""
     with ExitStack() as bound:  # holds each port until all are chosen, so that all differ
         return {name: _pick(port, bound) for name, port in wanted.items()}
 
@@ -236,8 +236,8 @@ def _pick(wanted: int, bound: ExitStack) -> int:
 
 
 def _reserved_ports() -> Iterator[int]:
-    """Cycles through the first block of ports that no other process uses. The block's first port
-    stays bound, and thereby reserves the block."""
+    """Reserves a block of ports and yields its ports again and again. The block's first port stays
+    bound, so that other processes of this program reserve another block."""
     for first in range(_FIRST_PORT, _END_PORT, _PORT_BLOCK):
         with socket.socket() as guard, suppress(OSError):
             guard.bind((_HOST, first))
@@ -282,7 +282,7 @@ def envoy_binary() -> Path:
 
 
 def envoy_command(config: Path, workers: int) -> list[str | Path]:
-    """Return the command of an Envoy with ``workers`` threads; several Envoys can run at once."""
+    """Return the command of an Envoy with ``workers`` threads that can run beside other Envoys."""
     options = flags({"concurrency": workers, "log-level": "warning"})
     return [envoy_binary(), "--config-path", config, *options, "--disable-hot-restart"]
 

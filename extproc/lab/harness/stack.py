@@ -138,7 +138,7 @@ class Stack:
         return self._url(f"{name}-admin")
 
     def address(self, name: str) -> str:
-        """``ip:port`` of a replica or of a name in ``ports``."""
+        """``ip:port`` of a replica, or of a port of another process, such as ``router-admin``."""
         return self._addresses.get(name) or f"127.0.0.1:{self.ports[name]}"
 
     def name_of(self, address: str) -> str:

@@ -58,7 +58,7 @@ class Answer:
 
     @property
     def account(self) -> str:
-        """Kind of failure, and text of the error."""
+        """Kind of failure and text of the error; empty if the answer is complete."""
         return f"{self.problem}: {self.error}" if self.error else self.problem
 
     def tokens(self, of: str) -> int | None:
@@ -157,7 +157,7 @@ async def send_all(
 def to_send(
     sample: Sample, request_id: str, run: str, headers: Mapping[str, str] | None = None
 ) -> TimedRequest:
-    """Return the request of a sample; see :meth:`Sample.body` for ``run``."""
+    """Return the HTTP request of a sample; the prompt begins with ``run``."""
     every = {**(headers or {}), OUTPUT_TOKENS_HEADER: str(sample.output_tokens)}
     body = json.dumps(sample.body(run)).encode()
     return TimedRequest(sample.at_s, request_id, sample.path, body, sample.stream, every)
@@ -195,7 +195,7 @@ def _kind(error: Exception, status: int | None, stream: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """Figures of a streamed answer."""
+    """Times, token usage and problem of a streamed answer."""
 
     first_at: float | None = None  # time of the first token; None: no token
     gaps_s: Sequence[float] = ()  # seconds from each chunk with tokens to the next

@@ -13,20 +13,20 @@ from extproc.predict.inputs import Floats, Indices
 
 _MOST_OFF = 0.15  # largest error of a replay that `too_far` accepts
 _EDGE, _LONGEST_EDGE_S = 0.1, 60.0
-"""Part that figures exclude at each end of a record: share of the record's length, and limit in
-seconds. Caches are empty at first, and the record lacks requests in flight at either end."""
+"""Figures exclude this share of the record at each end, but at most this many seconds: caches are
+empty at first, and the record lacks requests in flight at either end."""
 _PARTS, _STUDENT = 3, 2.92
-"""Parts of a record for the jackknife, and standard errors on each side of an interval with 90%
-confidence (Student's t, two degrees of freedom). More parts would be shorter than queues last, and
-so depend on each other: if half an hour at 85% load is cut into ten parts, a quarter of the
+"""Number of parts into which the jackknife cuts a record, and quantile of Student's t (two degrees
+of freedom) for an interval with 90% confidence. More parts would depend on each other, because
+queues last longer than a part: if half an hour at 85% load is cut into ten parts, a quarter of the
 intervals miss the true difference."""
-_SHORTEST_PART = 10.0  # length ÷ 95th percentile of completions
+_SHORTEST_PART = 10.0  # least length of a part ÷ 95th percentile of completions
 KINDS = {"ttft_s": "TTFT", "completion_s": "completion"}
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Figures of a record and its replay, and the errors of the replay."""
+    """Mean and percentiles of a time in a record and in its replay, and the replay's errors."""
 
     recorded: dict[str, float]
     replayed: dict[str, float]
@@ -36,7 +36,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Figure without and with a change, in seconds."""
+    """Mean or percentile of a time without and with a change, in seconds."""
 
     before: float
     after: float
@@ -49,15 +49,15 @@ class Difference:
 
 
 def recorded(scene: Scene) -> Played:
-    """Return the recorded times of the requests, since their dispatch."""
+    """Return TTFT, completion and replica of each request as recorded; times since dispatch."""
     requests = scene.requests
     ttft, completion = (np.array([getattr(each, kind) for each in requests]) for kind in KINDS)
     return Played(ttft, completion, [request.replica for request in requests])
 
 
 def counted(scene: Scene, kind: str = "completion_s") -> Indices:
-    """Return the indices of the requests that enter figures of this kind: completed and refused
-    requests, except near both ends of the record. Only streams enter figures of TTFT."""
+    """Return the indices of the requests that figures of this kind count: completed and refused
+    requests, except near both ends of the record. Figures of TTFT count only streams."""
     at, truth = _times(scene), recorded(scene)
     edge = min(scene.lasts_s * _EDGE, _LONGEST_EDGE_S)
     seen: NDArray[np.bool_] = np.isfinite(truth.completion_s) | (np.array(truth.replicas) == "")
@@ -67,7 +67,7 @@ def counted(scene: Scene, kind: str = "completion_s") -> Indices:
 
 
 def fits(scene: Scene, replayed: Played) -> dict[str, Fit]:
-    """Return the errors of a replay by kind of time.
+    """Return the errors of a replay, for TTFT and for the completion.
 
     Raises:
         ValueError: the record has no completed request, except near its ends.
@@ -115,7 +115,7 @@ def too_short(scene: Scene, runs: Sequence[Played]) -> bool:
 def differences(
     scene: Scene, before: Sequence[Played], after: Sequence[Played]
 ) -> dict[str, dict[str, Difference]]:
-    """Return figures without and with a change; a jackknife gives the bounds of the difference."""
+    """Compare times without and with a change; a jackknife gives bounds for each difference."""
     found = {}
     for kind in KINDS:
         among = counted(scene, kind)

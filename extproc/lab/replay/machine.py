@@ -32,7 +32,7 @@ class Machine:
     def __init__(
         self, name: str, profile: HardwareProfile, make: Callable[[HardwareProfile], Engine]
     ) -> None:
-        """``make`` creates the engine of each new process."""
+        """Start the machine; ``make`` creates an engine at each start of the process."""
         self.name = name
         self.profile = profile
         self._make = make

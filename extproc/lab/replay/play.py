@@ -24,7 +24,7 @@ _JITTER_S = 0.02  # longest random delay of a request: real arrivals vary, too
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Seconds since the arrival, or since the dispatch if play is forced; NaN: not served."""
+    """Times of requests in seconds since arrival, or since dispatch if forced; NaN: unknown."""
 
     ttft_s: Floats
     completion_s: Floats
@@ -34,7 +34,7 @@ class Played:
 def play(
     scene: Scene, seed: int, forced: bool = False, show: Callable[[float], None] = lambda _: None
 ) -> Played:
-    """Play a scene; ``forced``: dispatch each served request as recorded, in time and replica.
+    """Play a scene; ``forced``: dispatch served requests at their recorded times and replicas.
 
     ``seed`` seeds the policy and the jitter; ``show`` is called with the share of ended requests.
 

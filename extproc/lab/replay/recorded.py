@@ -102,8 +102,8 @@ def _check_format(file: Path, fields: dict[str, Any]) -> None:
 
 
 def _merged(routers: Sequence[Sequence[Line]], excluded: Counter[str]) -> Recorded:
-    """Merges the lines of all routers, and begins at the time since which all of them recorded with
-    the last configuration."""
+    """Merges the lines of all routers. Lines from before all routers recorded, or before the last
+    change of the configuration, are left out."""
     lines = sorted(chain.from_iterable(routers), key=lambda line: line.at)
     starts = [line for line in lines if isinstance(line, StartLine)]
     last = replace(starts[-1], at=0.0)

@@ -156,7 +156,7 @@ class RouterNode:
             served.response_visible = served.counted or needed
 
     def retried(self, served: Served) -> None:
-        """Move a request to the replica that answers after the first choice failed."""
+        """Move a request from the first choice, which failed, to the replica that answers."""
         self.fleet.eligibility.failed(served.decision.replica)
         self.fleet.move(self._tickets[served.number], served.replica, served.profile.prefix)
 

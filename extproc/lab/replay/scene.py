@@ -26,7 +26,7 @@ _JOINED_S = 5.0  # a replica whose first line comes later joined after the recor
 
 @dataclass(frozen=True, slots=True)
 class ReplayRequest:
-    """Request of a scene."""
+    """Request of a record, to be replayed."""
 
     index: int  # position among all requests of the record
     at: float  # seconds from the start of the record
@@ -63,7 +63,7 @@ class ReplicaPhase:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReplica:
-    """Replica with its limits and its history."""
+    """Recorded replica: its hardware and limits, and its states over time."""
 
     hardware: HardwareProfile
     phases: tuple[ReplicaPhase, ...]  # the first begins at 0
@@ -93,7 +93,7 @@ class ReplayReplica:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Input of a replay."""
+    """Input of a replay: requests, replicas and configuration."""
 
     config: Config  # of the router
     replicas: Mapping[str, ReplayReplica]  # by `ip:port`
@@ -168,9 +168,9 @@ def _requests(
 
 
 class _Lengths:
-    """Output lengths in steps. A refused request has no answer: its length is drawn from the
-    lengths of served requests for the same model, if possible with the same endpoint and
-    streaming."""
+    """Lengths of answers in decode steps. A refused request has no answer: its length is that
+    of a random served request for the same model, preferably with the same endpoint and
+    ``stream``."""
 
     def __init__(self, lines: Sequence[RequestLine], per_step: Mapping[str, float]) -> None:
         self._per_step = per_step

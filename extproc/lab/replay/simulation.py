@@ -165,7 +165,7 @@ class Simulation(ABC):
         self.failed.append(Failed(served.traced, served.replica, self.clock()))
 
     def _answer(self, served: Served, ok: bool) -> None:
-        """Reports the response headers to the router, once; ``ok``: their status is no failure."""
+        """Tells the router, once, whether the replica answered the request (``ok``) or failed."""
         if served.answered:
             return
         served.answered = True
@@ -174,7 +174,7 @@ class Simulation(ABC):
         self._routers.notify(served, RouterNode.answered if ok else RouterNode.failed)
 
     def _give_up_on_hung(self) -> None:
-        """Fails the remaining requests if all of them wait for replicas that hang until the end."""
+        """Fails all requests in flight if each is on a replica that will hang until the end."""
         if not self._events and all(self.machines[s.replica].hung for s in self._open.values()):
             for served in list(self._open.values()):
                 self._fail(served)
@@ -186,7 +186,7 @@ class Simulation(ABC):
                 self._retry(served)
 
     def _advance(self, until: float) -> Iterator[Served]:
-        """Runs every engine up to ``until``; goes step by step while requests are queued."""
+        """Runs every engine up to ``until``; step by step while requests wait at the routers."""
         while self._queued and (step_ends := self._next_step()) < until:
             yield from self._run_engines(step_ends)
             if step_ends >= self._sweep_at:

@@ -53,7 +53,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Replay of a record, with the errors of its figures."""
+    """Replay of a record, with its errors against the record."""
 
     scene: Scene
     requests: int  # served requests that figures count
@@ -91,7 +91,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class ChangeEffect:
-    """Figures without and with a change."""
+    """Effect of a change on TTFT and completion."""
 
     change: str  # in words
     differences: dict[str, dict[str, Difference]]  # by kind of time, and figure
@@ -181,7 +181,7 @@ def replay(scene: Scene, show: Show) -> Replayed:
 
 
 def what_if(scene: Scene, other: Scene, change: str, show: Show) -> ChangeEffect:
-    """Play a scene, and ``other`` with the change; raises ValueError if replicas are overloaded."""
+    """Play a scene, and ``other`` with ``change``. Raises ValueError if replicas are overloaded."""
     runs = [(variant, seed) for seed in SEEDS for variant in (scene, other)]
 
     def part(number: int) -> Show:
@@ -209,8 +209,8 @@ def _address(scene: Scene, name: str) -> str:
 
 
 def _hardware(scene: Scene, name: str) -> tuple[HardwareProfile, StepModel | None]:
-    """Hardware of a profile; also its learned step times, if a replica of the record has this
-    profile."""
+    """Hardware of a profile, and its learned step times. Both are those of a replica of the record
+    with this profile; without such a replica, there are no learned step times."""
     profile = hardware_profile(name)
     for replica in scene.replicas.values():
         if replica.state.profile == name:

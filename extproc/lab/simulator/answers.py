@@ -270,7 +270,7 @@ def compact(value: object) -> bytes:
 
 
 def event(kind: str, **fields: Any) -> bytes:
-    """Encode a server-sent event of type ``kind``, which is also the event's name."""
+    """Encode a server-sent event whose name and field ``type`` are ``kind``."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), compact({"type": kind, **fields}))
 
 

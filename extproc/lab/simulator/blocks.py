@@ -72,7 +72,7 @@ class BlockPool:
         self._idle.clear()
 
     def release(self, private: int, hashes: Collection[int]) -> None:
-        """Free ``private`` blocks that have no hash, and end one use of each block in ``hashes``.
+        """Free ``private`` blocks without a hash; end a sequence's use of the blocks ``hashes``.
 
         The last block is released first, so that it is evicted before the blocks of its prefix.
         """

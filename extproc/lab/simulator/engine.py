@@ -434,8 +434,8 @@ class Engine:
         return ahead
 
     def _accept(self, decoded: list[Sequence], speculation: Speculation) -> dict[int, int]:
-        """Advance decoding sequences by their accepted drafts; return the number of accepted tokens
-        by sequence id."""
+        """Give decoding sequences the drafted tokens that are accepted; return the number of these
+        tokens by sequence id."""
         counters, gained, pool = self.counters, {}, self.pool
         counters.drafts += len(decoded)
         counters.draft_tokens += len(decoded) * speculation.tokens
@@ -450,7 +450,7 @@ class Engine:
         return gained
 
     def _skip(self, sequence: Sequence, tokens: int) -> None:
-        """Advance a decoding sequence as if it had begun ``tokens`` steps earlier."""
+        """Give a decoding sequence ``tokens`` tokens in addition to the token of this step."""
         before, pool = sequence.offset + self.steps, self.pool
         pool.take(pool.blocks_for(before + tokens) - pool.blocks_for(before))
         self._needing[-sequence.offset % pool.block_size] -= 1

@@ -28,7 +28,7 @@ class BlockEvents:
         self._added = asyncio.Event()
 
     def stored(self, sequence: Sequence, first: int, hashes: Items[int]) -> None:
-        """Add an event for each run of consecutive blocks, from ``first`` on, with these hashes."""
+        """Add events for the blocks with these hashes, one for each run of consecutive blocks."""
         new, end = set(hashes), sequence.hashes.index(hashes[-1]) + 1
         for is_new, run in groupby(range(first, end), lambda at: sequence.hashes[at] in new):
             if is_new:

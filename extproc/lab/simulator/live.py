@@ -34,7 +34,7 @@ class Lateness:
         self._lost = 0.0
 
     def delivered(self, late_s: float) -> None:
-        """Count a step whose tokens were delivered ``late_s`` seconds after its end."""
+        """Count a step whose tokens were delivered ``late_s`` seconds after its due end."""
         self._late.observe(late_s)
         self._most = max(self._most, late_s)
         self._lost += max(late_s - MAX_LAG_S, 0.0)  # which later steps do not make up
@@ -229,7 +229,7 @@ class LiveEngine:
             self._metrics.sequence_finished(sequence, answer.bound, self.speed)
 
     def _end(self, sequence: Sequence) -> GeneratedAnswer:
-        """End a sequence. With the last sequence of a request, count the request's prompts."""
+        """End a sequence; if it is the last of its request, count the request's prompts."""
         generation, index = self._owners.pop(sequence.id)
         generation.end()
         if generation.complete:

@@ -97,7 +97,7 @@ class Metrics:
             self.observe(name, value)
 
     def request_finished(self, generated: int, choices: int) -> None:
-        """Count a prompt by the tokens of its longest answer and the number of its answers."""
+        """Count a prompt in two histograms: tokens of its longest answer, and number of answers."""
         self.observe("request_max_num_generation_tokens", generated)
         self.observe("request_params_n", choices)
 

@@ -69,7 +69,7 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, float, int]:
-        """Sort key of an engine that schedules by priority; the lowest is admitted first."""
+        """Sort key if the engine schedules by priority; the lowest rank is admitted first."""
         return self.priority, self.arrived or 0.0, self.id
 
     @property

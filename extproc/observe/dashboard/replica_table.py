@@ -25,7 +25,7 @@ def replica_table(
     dispatched: Counter[tuple[str, str]],
     ended: Sequence[PredictionResult],
 ) -> PageTable:
-    """List the replicas; the load and speed of an unhealthy replica are not known."""
+    """List the replicas; cells for load and speed of an unhealthy replica stay empty."""
     fleet, name, now = pool.fleet, pool.config.pool, pool.clock()
     excluded = {replica.id: replica.why for replica in view.excluded}
     order = sorted(range(len(view)), key=lambda row: natural(view.names[row]))

@@ -53,14 +53,14 @@ class Live:
 
 
 def page_routes() -> list[web.RouteDef]:
-    """Serve the files of the page, which need no token because they hold no data."""
+    """Return routes for the files of the page, which need no token because they hold no data."""
     files = (*_FILES.glob("*.js"), *_FILES.glob("*.css"))
     assets = [web.get(f"/dashboard/{file.name}", _file(file)) for file in files]
     return [web.get("/", _file(_FILES / "index.html")), *assets]
 
 
 def dashboard_routes(pools: Sequence[ObservedPool]) -> list[web.RouteDef]:
-    """Serve the data of the page, for the pools of a router."""
+    """Return routes for the data of the page: snapshots of the pools, and single decisions."""
     live, log, viewers = Live(pools), pools[0].log, asyncio.Semaphore(_MOST_VIEWERS)
 
     async def events(request: web.Request) -> web.StreamResponse:

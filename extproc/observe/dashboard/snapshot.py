@@ -95,8 +95,8 @@ def text_table(
     rows: Sequence[Sequence[str]],
     units: Mapping[str, str],
 ) -> PageTable:
-    """Convert a table of ``explain``; ``units``: by title, the units of columns that are neither
-    text nor figure."""
+    """Convert a table of ``explain`` for the page; ``units`` gives columns, by title, another unit
+    than ``text`` (left-aligned) or ``figure`` (right-aligned)."""
     converted = list[PageColumn]()
     for at, column in enumerate(columns):
         title = column.header
@@ -143,7 +143,7 @@ def _awaited(group: Sequence[Waiting], names: Mapping[str, str]) -> str:
 
 
 def _accuracy(ended: Sequence[PredictionResult]) -> dict[str, Any]:
-    """Pair the predicted and actual seconds of the last requests; ``ended``: newest first."""
+    """Compare predicted with actual completions, in words and as points of a scatter plot."""
     pairs = ((result.actual_s, result.predicted_s) for result in ended)
     ratios = [actual / predicted for actual, predicted in pairs if 0.0 < predicted < inf]
     if not ratios:
@@ -189,7 +189,7 @@ def _facts(pools: Sequence[ObservedPool]) -> Iterator[tuple[str, str]]:
 
 
 def _links(pools: Sequence[ObservedPool]) -> dict[str, str]:
-    """Page URLs of the other routers that this machine may reach, by a router's host and port."""
+    """Map other routers, named by host and port, to their pages that this machine can reach."""
     scheme = "https" if pools[0].config.admin.tls_cert else "http"
     return {
         name: f"{scheme}://{admin}/"
@@ -204,7 +204,7 @@ def _with_gone(alive: str, presence: Presence) -> str:
 
 
 def _history(rows: Sequence[tuple[float, ...]], age_s: float, started_at: float) -> PageTable:
-    """Compare the last minute, ten minutes and hour of a router of this age."""
+    """Make a table of :meth:`History.rows`; a note says if the router is younger than an hour."""
     names = ["minute", "10 minutes", "hour"]
     figures = [*map(list, zip(*rows, strict=True))]
     rates, times = figures[: len(_RATES)], figures[len(_RATES) :]
@@ -228,7 +228,7 @@ def _rate(per_s: float) -> str:
 
 
 def _shown(times: Sequence[list[float]]) -> Iterator[list[float | None]]:
-    """Yield the values of each column of times, TPOT in milliseconds; None for unknown times."""
+    """Convert columns of seconds for the page: TPOT into milliseconds, NaN into None."""
     factors = (1.0, 1.0, 1e3, 1e3, 1.0, 1.0)
     for values, factor in zip(times, factors, strict=True):
         yield [None if isnan(value) else round(value * factor, 3) for value in values]

@@ -46,7 +46,7 @@ class Costly(str):
 
 
 def worst_first(warnings: Iterable[tuple[str, str]]) -> list[str]:
-    """Join each prefix and warning; warnings of faults that cost requests come first."""
+    """Put each warning after its prefix; warnings of faults that cost requests come first."""
     ordered = sorted(warnings, key=lambda pair: not isinstance(pair[1], Costly))
     return [prefix + warning for prefix, warning in ordered]
 
@@ -84,7 +84,7 @@ def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
 
 
 def redis_lost(pool: ObservedPool) -> bool:
-    """Tell whether the router is cut off from its Redis, so that other processes are unknown."""
+    """Return True if the router is cut off from Redis, and so knows no other process."""
     return pool.config.state == "redis" and pool.fleet.pollers is None
 
 
@@ -151,7 +151,7 @@ def _lost(processes: Presence, consequence: str) -> Iterator[str]:
 
 
 def _pollers(pool: ObservedPool) -> Iterator[str]:
-    """Yield the sources that pollers cannot look up."""
+    """Yield a warning for each source of replicas, such as a DNS name, that a poller cannot use."""
     for poller, problems in (pool.fleet.pollers or {}).items():
         for problem in problems:
             yield f"Poller {poller} keeps the last known replicas of {problem}."
@@ -293,7 +293,7 @@ def _full_queue(pool: ObservedPool) -> Iterator[str]:
 
 
 def since(pool: ObservedPool, cause: str, replicas: Collection[str]) -> str:
-    """Note that a cause of warnings is present now, and say since when: ``since 12:03:04``."""
+    """Note that these replicas cause a warning now; return since when: ``since 12:03:04``."""
     at = pool.onsets.since(cause, replicas, pool.wall())
     return f"{'the first ' if len(replicas) > 1 else ''}since {time_of_day(at)}"
 
