@@ -22,12 +22,13 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
   lowest priority: the newest request of the tenant with the most queued. This may be the request
   that has just arrived.
 - *Fair.* While tenants have requests of one priority queued, each gets the same replica-seconds
-  (start-time fair queueing). For requests for one model on R replicas, this holds to within R + 1
-  times the largest request, because no replica stays idle for a tenant whose requests wait for
-  another replica. For different models it holds only over a minute, because the head of a line does
-  not delay older requests for another model, even if their tenant received more. The bounds hold
-  for a tenant, not for each request: a request that needs much KV space may wait for one replica
-  while later requests of its tenant start on other replicas.
+  (start-time fair queueing). For requests for one model on R replicas, no tenant gets more than R
+  replica-seconds (:data:`~extproc.route.backlog.LEAD_S`) and one request ahead, except on replicas
+  that the other tenant's first request declines because it ends earlier elsewhere. For different
+  models equal shares hold only over a minute, because the head of a line does not delay older
+  requests for another model, even if their tenant received more. The bounds hold for a tenant, not
+  for each request: a request that needs much KV space may wait for one replica while later requests
+  of its tenant start on other replicas.
 - *Cost.* With n queued requests, an arrival or the end of a request costs O(log n), and a number of
   decisions that does not depend on n. A sweep decides a bounded number of requests: if thousands
   could start at once, dispatching them takes seconds.

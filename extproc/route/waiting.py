@@ -111,6 +111,10 @@ class Waiting(Place):
         if prediction.preemptible is not None:
             self.tokens = max(self.tokens - prediction.preemptible.item(first), prompt)
 
+    def could_use(self, row: int) -> bool:
+        """Return True if the request would start on a replica that gets room."""
+        return row in self.usable and row not in self._declined
+
     def declines(self, row: int, now: float) -> bool:
         """Return True if a decision within the last 0.2 s chose to wait although this replica had
         room."""
