@@ -106,6 +106,6 @@ def test_small_requests_take_no_share_from_large_ones(
     for _ in simulation.run(trace.read([CONVERSATION], speed=13.0, most=5_000)):
         if simulation.clock() > 60.0:
             break
-    one, two = received.values()
-    assert (one + two) ** 2 / (2 * (one**2 + two**2)) >= 0.98  # Jain's index
+    first, second = received.values()
+    assert (first + second) ** 2 / (2 * (first**2 + second**2)) >= 0.98  # Jain's index
     assert max(leads) <= 2 * 8 * LEAD_S  # a request may decline some of the replicas
