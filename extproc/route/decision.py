@@ -24,7 +24,7 @@ class Situation(Struct, eq=False):
     p90_output_tokens: float  # 90th percentile of the output tokens of one sequence of the request
     sequences: Sequences  # in flight on the candidates; valid until the fleet changes
     random: Random
-    turns: dict[int, int]  # row of the fleet's table → number of its last turn in round_robin
+    turns: dict[int, int]  # row of the fleet's table → number of the last decision for it
     adapter: AdapterTimes | None = None  # for a request for a LoRA adapter
     late: Floats | None = None  # from lateness(); None: the request has no targets
 

@@ -92,10 +92,8 @@ def round_robin(situation: Situation) -> Floats:
 
     So replicas take turns even if several models are served by overlapping sets of replicas.
     """
-    rows, turns = situation.view.rows.tolist(), situation.turns
-    last = np.array([turns.get(row, 0) for row in rows]) + np.linspace(0.0, 0.5, len(rows))
-    turns[rows[last.argmin()]] = max(turns.values(), default=0) + 1
-    return last
+    last = [situation.turns.get(row, 0) for row in situation.view.rows.tolist()]
+    return np.array(last) + np.linspace(0.0, 0.5, len(last))
 
 
 def uniform(situation: Situation) -> Floats:

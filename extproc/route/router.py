@@ -1,5 +1,6 @@
 """Router: predicts when each candidate would finish a request, and lets a policy choose."""
 
+from itertools import count
 from random import Random
 
 import numpy as np
@@ -46,6 +47,7 @@ class Router:
         self._default = policy
         self._random = random
         self._turns: dict[int, int] = {}
+        self._numbers = count(1)
 
     def decide(
         self,
@@ -90,6 +92,7 @@ class Router:
             if waits:
                 choice = _without_idle_wait(choice, prediction, place)
         name = view.candidates.models[choice.first]
+        self._turns[view.rows.item(choice.first)] = next(self._numbers)
         second = self._second(situation, choice, name)
         age, fallback = fleet.peers.digest_age, ""
         if age is not None and fleet.peers.stale:

@@ -14,6 +14,7 @@ from extproc.predict.inputs import Floats
 from extproc.predict.step import PROFILES
 from extproc.request.prefix import Prefix
 from extproc.request.profile import RequestProfile
+from extproc.route.backlog import Backlog
 from extproc.route.decision import Decision, Situation
 from extproc.route.policies import POLICIES
 from extproc.route.router import Router
@@ -113,6 +114,17 @@ def test_round_robin_takes_turns_for_each_model(clock: ManualClock) -> None:
         chosen[model].append(decided(router, replace(chat(1), model=model)).replica)
     assert chosen[MODEL] == [replica(1), replica(2)] * 25
     assert chosen["other"] == [replica(3), replica(4)] * 25
+
+
+def test_round_robin_takes_turns_among_replicas_with_room(clock: ManualClock) -> None:
+    fleet = fleet_of(clock)
+    for number in (1, 2, 3, 4):
+        fleet.put(state(number, A10, clock, kv_tokens=42_000))
+    for full in (3, 4) * 10:
+        fleet.dispatch(replica(full), chat(4_000, 800))
+    router = Router(fleet, "round_robin", random.Random(0), backlog=Backlog(clock()))
+    chosen = [decided(router, chat(1000, 100)).replica for _ in range(20)]
+    assert chosen == [replica(1), replica(2)] * 10
 
 
 def test_request_may_name_another_policy() -> None:
