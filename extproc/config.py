@@ -186,7 +186,7 @@ class RedisSettings(Section):
     sentinel_password: str | None = Field(default=None, repr=False)
     """Password for the Sentinels."""
     cluster: tuple[_Address, ...] = ()
-    """Addresses of some nodes of a Redis Cluster."""
+    """Addresses of some nodes of a Redis Cluster; a DNS name may stand for several nodes."""
 
     @cached_property
     def options(self) -> dict[str, Any]:
@@ -257,8 +257,8 @@ class ServeSettings(MutualTlsSettings):
     """Grace period in seconds for open streams after SIGTERM; in its first 1.5 s, new streams are
     still accepted."""
     second_choice: bool | None = None
-    """Name a second replica, for retries. Only Envoy's override_host policy accepts two addresses;
-    by default the router names two, except in the protocol of endpoint pickers."""
+    """Name a second replica, for retries; only Envoy's override_host policy accepts two addresses.
+    Null: true, except in the protocol of endpoint pickers."""
     chunks_per_s: float = Field(default=50.0, ge=0, le=1e6)
     """Chunks of streamed responses read per second, on average, for token timing and usage; stored
     responses (Responses API) are read in full and do not count."""
@@ -378,7 +378,7 @@ class ObjectiveSettings(Section):
     completion_s: float | None = Field(default=None, gt=0)
     """Seconds to the last token."""
     sheddable: bool = False
-    """Refuse a request with 429 if the prediction misses a target."""
+    """Refuse a request with 429, on arrival or later, once no replica meets its targets."""
     tenants: tuple[str, ...] = ()
     """Tenants with this objective, unless a header names another objective."""
     models: tuple[str, ...] = ()
@@ -508,7 +508,7 @@ class EdsSettings(MutualTlsSettings):
     """EDS server, which gives Envoy the replicas."""
 
     listen: _Address = "127.0.0.1:18000"
-    """gRPC address that Envoy connects to for the replicas."""
+    """gRPC address at which Envoy asks ``extproc eds`` for the replicas."""
 
 
 class AdminSettings(TlsSettings):
