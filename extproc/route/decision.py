@@ -130,10 +130,12 @@ class Decision(Struct, eq=False):
 
     @property
     def predicted_ttft(self) -> float:
+        """Seconds to the first token on the chosen replica."""
         return self.prediction.ttft.item(self.choice.first)
 
     @property
     def predicted_completion(self) -> float:
+        """Seconds to the last token on the chosen replica."""
         return self.prediction.completion.item(self.choice.first)
 
     @property

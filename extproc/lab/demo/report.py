@@ -25,7 +25,7 @@ class Run:
 
     @cached_property
     def figures(self) -> dict[str, Any]:
-        """Counts of requests, by outcome and by replica; percentiles of completion and TTFT."""
+        """Counts of requests, by outcome and by replica; completion and TTFT in seconds."""
         known, whole = self._known(), [answer for answer in self.answers if answer.ok]
         served = Counter(entry.access.upstream for entry in known if entry.access)
         return {

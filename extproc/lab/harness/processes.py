@@ -217,7 +217,7 @@ def free_port() -> int:
 
 def pick_ports(wanted: Mapping[str, int]) -> dict[str, int]:
     """Return a different free TCP port on loopback for each name: the wanted port if it is free,
-    else another. Wanted port 0: any port will do."""
+    else another. Wanted port 0: any port will do. Raises OSError if too few ports are free."""
     with ExitStack() as bound:  # holds each port until all are chosen, so that all differ
         return {name: _pick(port, bound) for name, port in wanted.items()}
 
