@@ -24,8 +24,8 @@ class OutageLog:
         self._extra = extra
 
     def failed(self, problem: object, traceback: Exception | None = None, **remedy: str) -> None:
-        """Records a failure. Logs the first failure of an outage and, if ``each`` is set, every
-        failure with a text other than the last one's. ``remedy``: further fields of the line."""
+        """Records a failure. Logs the first failure of an outage and, if ``each`` is set, each
+        failure whose text differs from the last one. ``remedy``: further fields of the line."""
         before, self.problem = self.problem, str(problem) or repr(problem)
         if not before or (self._each and before != self.problem):
             extra = self._extra | {"error": self.problem} | remedy

@@ -20,7 +20,7 @@ def parse_yaml(text: str) -> object:
     """Parses YAML or JSON: returns a single document, or a list of several.
 
     Raises:
-        ValueError: the text is not YAML. The message quotes no line, which may hold a password.
+        ValueError: the text is not YAML. The message quotes no line: a line may hold a password.
     """
     try:
         documents = list(yaml.load_all(text, _Loader))

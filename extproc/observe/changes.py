@@ -28,9 +28,9 @@ class Exclusions:
         self._excluded: dict[str, tuple[str, float]] = {}  # last reason, start of the exclusion
 
     def look(self, fleet: Fleet, now: float) -> dict[str, str]:
-        """Logs what changed since the last call; ``now``: seconds since the epoch.
+        """Logs exclusions that began, ended or changed their reason since the last call.
 
-        Returns the reason of each excluded replica.
+        Returns the reason of each excluded replica. ``now``: seconds since the epoch.
         """
         found = fleet.eligibility.exclusions()
         reasons = {replica: name for replica, (name, _) in found.items()}
@@ -87,8 +87,8 @@ class Onsets:
 
 
 class Presence:
-    """Living and gone processes of one kind. Each counts as gone from the first ``look`` call that
-    misses it."""
+    """Living and gone processes of one kind. A process counts as gone from the first ``look`` call
+    whose ``alive`` does not name it."""
 
     def __init__(self, kind: str, pool: str) -> None:
         """``kind``: routers or pollers; ``pool`` is for the log."""
@@ -105,8 +105,8 @@ class Presence:
         Args:
             alive: host and port of the living processes.
             now: seconds since the epoch.
-            stopped: names of processes that announced their stop, since the last look or earlier;
-                a name ends with a part that is new with each start.
+            stopped: names of processes that announced their stop recently; a process that starts
+                again has a new name.
         """
         before, self._alive = self._alive, frozenset(alive)
         left = frozenset() if before is None else before - self._alive

@@ -139,8 +139,7 @@ def read_decisions(answer: object) -> list[DecisionRecord]:
 
 
 def other_format(answers: Iterable[Mapping[str, Any]]) -> str:
-    """Return a remark for people if a router wrote its JSON in another :data:`FORMAT`, or an empty
-    string."""
+    """Return a remark for people if a router's JSON has another :data:`FORMAT`; else empty."""
     version = next((found for each in answers if (found := each.get("version", 0)) != FORMAT), None)
     if version is None:
         return ""

@@ -108,7 +108,7 @@ def decisions(records: Sequence[DecisionRecord], routers: Sequence[str] = ()) ->
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Decision as facts in words and a table of its candidates."""
+    """A decision in words, and a table of its candidates."""
 
     facts: dict[str, str]
     columns: list[Column]

@@ -81,8 +81,8 @@ class PredictedSeconds:
         self._children: dict[tuple[str, ...], tuple[Histogram, Histogram]] = {}
 
     def observe(self, actual: float, predicted: float | None, model: str, objective: str) -> None:
-        """Count a duration in seconds; ``predicted`` is None if another replica served the
-        request."""
+        """Count a duration in seconds. ``predicted``: None if a replica other than the chosen one
+        served the request."""
         seconds, ratio = self._children.get((model, objective)) or self._enter(model, objective)
         seconds.observe(actual)
         if predicted is not None and actual > 0.0:
@@ -95,7 +95,7 @@ class PredictedSeconds:
         return self._children.setdefault(labels, children)
 
     def totals(self) -> list[float]:
-        """Return the number of durations up to each bound, and of all, over all models together."""
+        """Return the number of durations up to each bound, and in all, summed over all models."""
         (family,) = self._seconds.collect()
         counts = [sample.value for sample in family.samples if "le" in sample.labels]
         size = len(self.bounds) + 1
@@ -301,7 +301,8 @@ class RouterMetrics:
     def set_waiting(
         self, waiting: Sequence[tuple[str, str, int]], used: Sequence[tuple[str, float]]
     ) -> None:
-        """Set the gauges of queued requests, and of each tenant's share of the used seconds."""
+        """Set the gauges of queued requests, and of tenants' shares of replica time. ``used``:
+        tenants with their replica-seconds."""
         label = _labels(((tenant, count) for _, tenant, count in waiting), _TENANTS)
         self.waiting.clear()
         self.waiting.labels("", "").set(0)
@@ -313,7 +314,7 @@ class RouterMetrics:
             self.share.labels(label[tenant]).inc(seconds / total)
 
     def set_unserved(self, pools: Mapping[str, Mapping[str, int]]) -> None:
-        """Set the queued requests whose model no replica serves, by pool and model."""
+        """Set the gauge of queued requests whose model no replica serves, by pool and model."""
         self.unserved.clear()
         for pool, counts in pools.items():
             label = _labels(counts.items(), _MODELS)
@@ -358,8 +359,8 @@ class Demand:
 
         Args:
             waiting: requests in the queue.
-            routers: number of routers. Each reports an equal part of the busy usable replicas, and
-                of one replica for each queued model that no replica serves: metrics are summed.
+            routers: number of routers, whose results are summed. So each counts an equal part of
+                the usable replicas, and of one replica for each queued model without a replica.
             usable: replicas that are not excluded.
         """
         waiting = tuple(waiting)

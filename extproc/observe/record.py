@@ -111,8 +111,8 @@ def text_of(keys: Keys) -> str:
 
 
 def keys_of(text: str) -> Keys:
-    """Decode the upper halves, and hash them into new keys. Key n of two prompts is equal if their
-    first n upper halves are equal.
+    """Decode the result of :func:`text_of`, and hash the upper halves into new keys. Key n of two
+    prompts is equal if their first n upper halves are equal.
 
     Raises:
         ValueError: ``text`` is no base64.

@@ -181,7 +181,7 @@ class Recorder:
         self._pending -= sum(map(len, lines))
 
     def _look(self) -> Iterator[None]:
-        """Record each replica that changed, or whose last line is 10 s old; yield after each."""
+        """Record replicas that changed, or whose last line is 10 s old; yield after each line."""
         now, view = self._clock(), self._fleet.overview()
         for place, replica in enumerate(view.ids):
             state = self._fleet.members.get(replica)
@@ -197,8 +197,8 @@ class Recorder:
             self._add(ReplicaLine(at=self._wall(), id=replica))
 
     def _write(self, lines: list[bytes], since: float, lost: int) -> None:
-        """Append lines to the newest file, or to a new one, which can be read without older ones.
-        ``lost``: requests dropped since the last write; ``since``: their earliest time."""
+        """Append lines to the newest file or, if that is full, to a new file, which can be read
+        without older files. ``lost``: requests dropped since the last write, made at ``since``."""
         with self._lock:
             self._missing += lost
             if self._missing:

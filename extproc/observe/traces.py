@@ -108,9 +108,9 @@ class Traces:
 
 
 class Trace:
-    """The two consecutive spans of a request.
+    """The two consecutive spans of a request: ``route``, and the replica's work.
 
-    ``route`` lasts until the request is dispatched or refused, the second span until the response
+    ``route`` lasts until the request is dispatched or refused, the other span until the response
     ends. If the request is no inference request, ``route`` never ends, and the SDK sends no span.
     """
 
@@ -124,7 +124,7 @@ class Trace:
         self._route.add_event("queued", {"why": why})
 
     def sent(self, decision: Decision, request_id: str, pool: str, waited: float) -> None:
-        """End ``route`` and begin the second span; ``waited``: seconds in the router's queue."""
+        """End ``route`` and begin the replica's span; ``waited``: seconds in the router's queue."""
         profile = decision.profile
         operation = _OPERATIONS.get(profile.endpoint, profile.endpoint.strip("/"))
         request: Attributes = {
@@ -141,7 +141,8 @@ class Trace:
         _set(self._request, request)
 
     def ended(self, result: str, error: str = "") -> None:
-        """End ``route``; ``result`` as in ``extproc_requests_total``; ``error``: a refusal."""
+        """End ``route``; ``result``: as in ``extproc_requests_total``; ``error``: why the
+        request was refused; empty: it was not."""
         self._route.set_attribute("extproc.result", result)
         if error:
             self._route.add_event("refused", {"why": error})

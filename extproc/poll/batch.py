@@ -32,8 +32,8 @@ def scraped_state(
 
     Args:
         base: fields that no scrape changes.
-        before: state after the last scrape, whose list of models still holds; None: the process
-            has restarted or was not scraped before.
+        before: state after the last scrape; its list of models is kept. None: the process has
+            restarted or was not scraped before.
         figures: figures of this scrape.
         others: further fields, which replace those of ``figures``.
     """

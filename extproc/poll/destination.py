@@ -26,8 +26,7 @@ class Destination:
         """Deletes the state of a replica that left the pool."""
 
     def forget(self, replica: str) -> None:
-        """Stops writing the replica's state without deleting it: another poller took over the
-        replica."""
+        """Stops writing the replica's state, but keeps it: another poller took the replica over."""
 
     async def claim(self, replicas: Collection[str], problems: Collection[str] = ()) -> Assignment:
         """Returns the subset of the replicas that this poller has to scrape until the next call.

@@ -40,7 +40,7 @@ class Target:
     profile: str
     kv_events_ports: tuple[int, int] | None = None  # to subscribe, and to request a replay
     # A change of the next two fields needs no new scraper, so comparisons ignore them.
-    draining: bool = field(default=False, compare=False)  # a command drains, or pod terminates
+    draining: bool = field(default=False, compare=False)  # by a command, or the pod terminates
     ready: bool = field(default=True, compare=False)  # False: Kubernetes says not ready
 
     def marked(self, state: ReplicaState) -> ReplicaState:
@@ -88,8 +88,7 @@ class Discovery:
         self._watches: dict[KubernetesPods, KubernetesWatch] = {}
 
     async def targets(self) -> tuple[Target, ...]:
-        """Looks up and returns the replicas. If sources share an address, the first source
-        counts."""
+        """Looks up and returns the replicas. An address of several sources belongs to the first."""
         if self._file and (listed := self._file.if_changed()) is not None:
             self._listed = listed
         sources = (*self._sources, *self._listed)
@@ -143,8 +142,7 @@ class Discovery:
             yield target(address, name or address, draining=last - at > _UNNAMED_S)
 
     def _named(self, source: ReplicaSource) -> dict[str, float]:
-        """Returns each address of a source, with the time of the last answer that contained the
-        address."""
+        """Returns each address of a source with the time of the last lookup that found it."""
         host, port = source.host_and_port
         addresses = self._hosts[host].addresses
         named = [join_address(ip, port) for ip in (addresses if source.dns else addresses[:1])]

@@ -34,7 +34,7 @@ _ACTIVE_PORTS = "inference.networking.k8s.io/active-ports"
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """Endpoint of a source: a pod, one port of a pod, or an address without a pod."""
+    """Kubernetes replica: a pod, one port of a pod, or an address without a pod."""
 
     name: str  # empty: not a pod
     ready: bool
@@ -44,7 +44,7 @@ class Pod:
 
 @dataclass(eq=False)
 class KubernetesWatch:
-    """Pods of a source. After a failure the last pods stay."""
+    """Pods of a Kubernetes source; after a failure, the last known pods stay."""
 
     wanted: KubernetesPods
     changed: Callable[[], None]  # called when the pods have changed
@@ -204,8 +204,8 @@ def _number(item: EndpointSlice, port: int | str) -> int | None:
 
 
 def _pod(endpoint: Endpoint) -> Pod:
-    """Reads an endpoint. Missing conditions have the defaults of Kubernetes: ready, and serving if
-    ready.
+    """Reads an endpoint. By the defaults of Kubernetes, a missing condition ``ready`` is true, and
+    a missing ``serving`` equals ``ready``.
 
     A terminating pod that still serves counts as ready, although its condition ``ready`` is false.
     """

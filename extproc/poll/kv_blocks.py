@@ -21,7 +21,7 @@ _KEYS_OF_A_HEADER = 4  # size of an update's header, in keys
 
 _GPU = (None, "GPU")
 _FULL = (None, "full_attention", "mla_attention", "sink_full_attention")
-"""Kinds of attention for which a hit needs every block; blocks of other kinds are ignored."""
+"""Kinds of attention that need all blocks of a prefix for a hit; blocks of others are ignored."""
 _HASH_BITS = 2**64 - 1
 
 

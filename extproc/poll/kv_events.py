@@ -42,7 +42,7 @@ class AllBlocksCleared(msgspec.Struct, tag=True):
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 _USUAL = msgspec.msgpack.Decoder(tuple[float, list[Event], int | None])
-"""Fast path for vLLM 0.32, whose batches are arrays of maps."""
+"""Fast path for vLLM 0.32, whose events are maps."""
 _KINDS: dict[Any, Any] = {kind.__name__: kind for kind in get_args(Event)}
 
 

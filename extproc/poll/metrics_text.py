@@ -54,7 +54,7 @@ class PageFigures(EngineFigures, frozen=True, kw_only=True):
     cached_early: bool = False  # cached tokens count at admission (vLLM up to 0.15)
 
     def of_state(self) -> dict[str, Any]:
-        """Returns the figures that a ``ReplicaState`` has."""
+        """Returns those figures of the page that are fields of a ``ReplicaState``."""
         return {name: getattr(self, name) for name in EngineFigures.__struct_fields__}
 
     def counts(self, at: float) -> EngineCounts:
@@ -149,7 +149,7 @@ def drop_old_adapter_sets(page: bytearray) -> None:
 
 
 def _series(page: bytes, *names: bytes) -> list[bytes]:
-    """Returns the lines of the first name that the page has: ``{labels} value [timestamp]``."""
+    """Returns the lines of the first of ``names`` on the page: ``{labels} value [timestamp]``."""
     return next((found for name in names if (found := _lines(page, b"\nvllm:" + name))), [])
 
 
@@ -206,7 +206,7 @@ def _kv_cache(configs: list[bytes]) -> tuple[int, int]:
 
 
 def _output_lengths(buckets: list[bytes]) -> tuple[tuple[float, float], ...]:
-    """Returns for each bucket its upper bound, in generated tokens, and its requests."""
+    """Returns for each bucket the upper bound in generated tokens, and the number of requests."""
     below: dict[float, float] = {}
     for line in buckets:
         if edge := _EDGE.search(line):

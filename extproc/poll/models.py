@@ -93,7 +93,7 @@ class _ModelList(BaseModel):
     data: tuple[_Model, ...]
 
     def fields(self) -> dict[str, Any]:
-        """Returns fields of a ``ReplicaState``; none if the list is empty."""
+        """Returns fields of a ``ReplicaState``, or none if the replica lists no model."""
         if not self.data:
             return {}
         return {

@@ -118,7 +118,7 @@ class PolledReplica:
             self._kv_stream.resend_all()
 
     def stop(self) -> None:
-        """Stops all tasks at once, so that none publishes a state once the replica's is removed."""
+        """Stops all tasks at once, so that none publishes the state again after its removal."""
         self._task.cancel()
         self._stop_counting_silence()
         self._models.restart()
@@ -345,8 +345,8 @@ class PolledReplica:
 
 
 def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
-    """Returns the step times that the previous poller of the replica learned; None if they cannot
-    be used."""
+    """Returns the step times that the replica's previous poller learned; None if it learned none
+    that are valid for this profile."""
     if known is None or not known.measured or known.profile != profile:
         return None
     model = known.learned

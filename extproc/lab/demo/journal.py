@@ -34,7 +34,7 @@ class Entry:
 
     @property
     def why(self) -> str:
-        """Reason for the route in a clause, or the failure, or that no decision was made."""
+        """Clause that says why the request failed, or why it took its route."""
         if self.access is not None and self.access.status != 200:
             return f"status {self.access.status}" if self.access.status else "the client left"
         if self.decision is None:
@@ -53,7 +53,7 @@ class Journal:
         self._ended: list[Access] = []  # log entries not yet in `entries`
 
     async def refresh(self) -> list[Entry]:
-        """Read new decisions and log entries; return the requests that ended."""
+        """Read new decisions and log entries; return the requests whose end is newly logged."""
         self._ended += self._log.new()  # log before decisions: a logged request has been decided
         while page := await get_json(f"{self._admin}/decisions?after={self._last_decision}"):
             for decision in read_decisions(page):

@@ -282,7 +282,7 @@ def envoy_binary() -> Path:
 
 
 def envoy_command(config: Path, workers: int) -> list[str | Path]:
-    """Return the command of an Envoy with ``workers`` threads that can run beside other Envoys."""
+    """Return the command of an Envoy with ``workers`` threads; several can run at once."""
     options = flags({"concurrency": workers, "log-level": "warning"})
     return [envoy_binary(), "--config-path", config, *options, "--disable-hot-restart"]
 

@@ -70,7 +70,7 @@ def fits(scene: Scene, replayed: Played) -> dict[str, Fit]:
     """Return the errors of a replay, for TTFT and for the completion.
 
     Raises:
-        ValueError: the record has no completed request, except near its ends.
+        ValueError: no completed request is far enough from the ends of the record.
     """
     found, truth = {}, recorded(scene)
     for kind in KINDS:

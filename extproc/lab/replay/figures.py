@@ -12,7 +12,7 @@ FIGURES = ("mean", "p50", "p95", "p99")
 
 
 def distribution(seconds: Sequence[float] | Floats) -> dict[str, float] | None:
-    """Return mean and percentiles; None without times."""
+    """Return mean and percentiles; None if there are no times."""
     if not len(seconds):
         return None
     p50, p95, p99 = np.percentile(seconds, (50, 95, 99)).tolist()

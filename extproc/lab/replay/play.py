@@ -24,7 +24,7 @@ _JITTER_S = 0.02  # longest random delay of a request: real arrivals vary, too
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Times of requests in seconds since arrival, or since dispatch if forced; NaN: unknown."""
+    """Seconds since a request's arrival; if recorded or forced, since dispatch. NaN: unknown."""
 
     ttft_s: Floats
     completion_s: Floats

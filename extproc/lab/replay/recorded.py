@@ -102,8 +102,8 @@ def _check_format(file: Path, fields: dict[str, Any]) -> None:
 
 
 def _merged(routers: Sequence[Sequence[Line]], excluded: Counter[str]) -> Recorded:
-    """Merges the lines of all routers. Lines from before all routers recorded, or before the last
-    change of the configuration, are left out."""
+    """Merges the lines of all routers. Leaves out lines from before the last change of the
+    configuration, and from before all routers had begun to record."""
     lines = sorted(chain.from_iterable(routers), key=lambda line: line.at)
     starts = [line for line in lines if isinstance(line, StartLine)]
     last = replace(starts[-1], at=0.0)

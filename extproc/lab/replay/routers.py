@@ -119,7 +119,7 @@ class Served:
 
     @property
     def group(self) -> str:
-        """Objective or tenant of the request, by which figures are grouped."""
+        """Group of the request in figures: its objective or, without one, its tenant."""
         return self.arrival.objective.name or self.profile.tenant
 
 

@@ -148,7 +148,7 @@ class Simulation(ABC):
             self._answer(served, ok=True)  # response headers precede the first token
 
     def _retry(self, served: Served) -> None:
-        """Retries a request on its second choice; fails it if it was answered or retried before."""
+        """Retries a request on its second choice; fails a request that was answered or retried."""
         second = served.decision.second
         if served.answered or served.retried or second is None:
             self._fail(served)
@@ -174,7 +174,7 @@ class Simulation(ABC):
         self._routers.notify(served, RouterNode.answered if ok else RouterNode.failed)
 
     def _give_up_on_hung(self) -> None:
-        """Fails all requests in flight if each is on a replica that will hang until the end."""
+        """Fails all requests in flight if each is on a replica that hangs for good."""
         if not self._events and all(self.machines[s.replica].hung for s in self._open.values()):
             for served in list(self._open.values()):
                 self._fail(served)
@@ -186,7 +186,7 @@ class Simulation(ABC):
                 self._retry(served)
 
     def _advance(self, until: float) -> Iterator[Served]:
-        """Runs every engine up to ``until``; step by step while requests wait at the routers."""
+        """Runs all engines up to ``until``, one step at a time while requests wait at routers."""
         while self._queued and (step_ends := self._next_step()) < until:
             yield from self._run_engines(step_ends)
             if step_ends >= self._sweep_at:

@@ -173,7 +173,7 @@ def changed(scene: Scene, change: Change) -> Scene:
 
 def replay(scene: Scene, show: Show) -> Replayed:
     """Play each request on its recorded replica. Raises ValueError if the replicas are overloaded,
-    or the record has no completed request, except near its ends."""
+    or if no completed request is far enough from the ends of the record."""
     played = play(scene, SEEDS[0], forced=True, show=show)
     among = counted(scene)
     refused = sum(not scene.requests[index].replica for index in among.tolist())
@@ -181,7 +181,8 @@ def replay(scene: Scene, show: Show) -> Replayed:
 
 
 def what_if(scene: Scene, other: Scene, change: str, show: Show) -> ChangeEffect:
-    """Play a scene, and ``other`` with ``change``. Raises ValueError if replicas are overloaded."""
+    """Play a scene, and ``other``, the scene after ``change`` (in words). Raises ValueError if
+    replicas are overloaded."""
     runs = [(variant, seed) for seed in SEEDS for variant in (scene, other)]
 
     def part(number: int) -> Show:
@@ -209,8 +210,8 @@ def _address(scene: Scene, name: str) -> str:
 
 
 def _hardware(scene: Scene, name: str) -> tuple[HardwareProfile, StepModel | None]:
-    """Hardware of a profile, and its learned step times. Both are those of a replica of the record
-    with this profile; without such a replica, there are no learned step times."""
+    """Hardware and learned step times of a recorded replica with this profile; if there is none,
+    the profile's hardware and None."""
     profile = hardware_profile(name)
     for replica in scene.replicas.values():
         if replica.state.profile == name:

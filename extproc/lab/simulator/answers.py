@@ -63,7 +63,7 @@ class Reply(ABC):
     @abstractmethod
     def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
         """Return the event for a token of sequence ``index``; ``reason``: why the sequence ends
-        with this token."""
+        with this token; None: the sequence goes on."""
 
     @abstractmethod
     def closing(self, generation: Generation, include_usage: bool) -> bytes:
@@ -186,8 +186,8 @@ class MessagesReply(Reply):
         return {**head, "content": content, **end}
 
     def _usage(self, usage: TokenUsage) -> dict[str, int]:
-        """Return Anthropic's usage. If ``details`` is set, vLLM reports cached tokens apart from
-        the input tokens; otherwise the input tokens include the cached ones."""
+        """Return Anthropic's usage. Like vLLM, count cached tokens among the input tokens or, if
+        the option ``details`` is set, apart from them."""
         cached = usage.cached if self.details else 0
         counts = {"input_tokens": usage.prompt - cached, "output_tokens": usage.completion}
         return counts | ({"cache_read_input_tokens": cached} if self.details else {})

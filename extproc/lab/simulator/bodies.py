@@ -222,7 +222,7 @@ def _system(text: str | list[dict[str, Any]] | None) -> bytes:
 
 
 def encode_prompts(prompts: Prompts) -> list[bytes]:
-    """Encode a string, a list of token ids, or a list of either."""
+    """Encode one prompt (a string, or a list of token ids) or a list of prompts."""
     if not prompts:
         raise RequestError("the prompt must not be empty", "prompt")
     single = isinstance(prompts, str) or isinstance(prompts[0], int)

@@ -63,8 +63,8 @@ class Engine:
         Args:
             cold_steps: number of first steps that take :data:`COLD` times as long, because kernels
                 are compiled.
-            old_counters: count cached prompt tokens as vLLM up to 0.15: only as hits of the prefix
-                cache, and once for each attempt to admit their sequence.
+            old_counters: count cached prompt tokens as vLLM up to 0.15 does: only as hits of the
+                prefix cache, and again at each attempt to admit their sequence.
 
         Raises:
             ValueError: the token budget is below ``max_num_seqs`` × (1 + drafted tokens), or
@@ -133,7 +133,7 @@ class Engine:
 
     @property
     def kv_usage(self) -> float:
-        """Fraction of KV blocks in use, 0…1; idle blocks are free."""
+        """Fraction of KV blocks in use, 0…1; idle blocks count as free."""
         return 1 - self.pool.free / self.pool.blocks
 
     @property

@@ -63,7 +63,7 @@ class Speculation:
 
     @property
     def tokens_per_step(self) -> float:
-        """Expected tokens of a sequence in a step: 1 + a + a² + … with acceptance a."""
+        """Expected tokens of a sequence in a step: 1 + a + … + a**tokens with acceptance a."""
         return sum(self._acceptance**drafted for drafted in range(self.tokens + 1))
 
     def accepted(self) -> int:

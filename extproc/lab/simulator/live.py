@@ -104,7 +104,7 @@ class Generation:
         )
 
     def longest(self) -> list[int]:
-        """Return the tokens of the longest answer to each prompt."""
+        """Return the number of tokens in the longest answer to each prompt."""
         generated = [answer.sequence.generated for answer in self.answers]
         starts = range(0, len(generated), self.choices)
         return [max(generated[start : start + self.choices]) for start in starts]
@@ -229,7 +229,7 @@ class LiveEngine:
             self._metrics.sequence_finished(sequence, answer.bound, self.speed)
 
     def _end(self, sequence: Sequence) -> GeneratedAnswer:
-        """End a sequence; if it is the last of its request, count the request's prompts."""
+        """End a sequence; the last one of a request adds the request's prompts to the metrics."""
         generation, index = self._owners.pop(sequence.id)
         generation.end()
         if generation.complete:

@@ -66,7 +66,7 @@ class EmbeddingBody(InputBody):
 
 
 class PairsBody(PoolingBody):
-    """Body of ``/v1/score`` or ``/v1/rerank``: pairs of texts (1:1, 1:N or N:N), each a prompt."""
+    """Body of ``/v1/score`` or ``/v1/rerank``: pairs of texts (1:1, 1:N or N:N) as prompts."""
 
     left: Items = Field(validation_alias=AliasChoices("text_1", "queries", "data_1", "query"))
     right: Items = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))

@@ -79,7 +79,7 @@ class ReplicaServer:
         self._in_flight: list[str] = []
 
     def app(self) -> web.Application:
-        """Return an application that also runs the replica's engine."""
+        """Return the HTTP application, which also runs the replica's engine."""
         app = web.Application(middlewares=[self._fault, _errors], client_max_size=MAX_BODY_BYTES)
         app.cleanup_ctx.append(self._engine)
         app.on_response_prepare.append(_name_replica)
@@ -278,7 +278,7 @@ async def _parse(request: web.Request, body: type[Parsed]) -> Parsed:
 
 
 def _output_tokens(request: web.Request) -> int | None:
-    """Output length that a client requests by a header, or else by the trace state."""
+    """Output length that the client sets in a header or else in ``tracestate``; None: not set."""
     value = request.headers.get(OUTPUT_TOKENS_HEADER, _trace_state(request, OUTPUT_TOKENS_STATE))
     if value is None:
         return None
@@ -288,8 +288,7 @@ def _output_tokens(request: web.Request) -> int | None:
 
 
 def _trace_state(request: web.Request, name: str) -> str | None:
-    """Value of a key in the header ``tracestate``: ``key=value`` pairs, separated by commas
-    (W3C)."""
+    """Value of a key in the header ``tracestate`` (W3C: comma-separated ``key=value`` pairs)."""
     entries = ",".join(request.headers.getall("tracestate", [])).split(",")
     pairs = (entry.strip().partition("=") for entry in entries)
     return next((value for key, _, value in pairs if key == name), None)

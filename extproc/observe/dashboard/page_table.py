@@ -16,8 +16,7 @@ class PageColumn(Struct, omit_defaults=True):
 
 
 class PageTable(Struct):
-    """Table for the page. A row with the same key in the next snapshot replaces the row in
-    place."""
+    """Table for the page, which updates a row in place if the next snapshot has the row's key."""
 
     caption: str
     keys: list[Any]

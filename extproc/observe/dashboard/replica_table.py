@@ -75,7 +75,7 @@ def replica_table(
 
 
 def _latencies(ended: Sequence[PredictionResult], ids: Sequence[str]) -> Iterator[PageColumn]:
-    """Yield the latencies of each replica; None for a replica on which no request ended."""
+    """Yield columns of latencies, a value for each replica; None: no time is known."""
     completions = defaultdict[str, list[float]](list)
     first_tokens = defaultdict[str, list[float]](list)
     for result in ended:

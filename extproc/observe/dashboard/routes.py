@@ -88,7 +88,7 @@ def dashboard_routes(pools: Sequence[ObservedPool]) -> list[web.RouteDef]:
                 # In a thread: a thousand candidates take long, and requests come first.
                 body = await asyncio.to_thread(_compared, record.record())
                 return web.Response(body=body, content_type="application/json", headers=_HEADERS)
-        raise web.HTTPNotFound(text="that decision was dropped (serve.decisions_kept)\n")
+        raise web.HTTPNotFound(text="that decision is no longer kept (serve.decisions_kept)\n")
 
     return [
         web.get("/dashboard/events", events, allow_head=False),

@@ -95,8 +95,8 @@ def text_table(
     rows: Sequence[Sequence[str]],
     units: Mapping[str, str],
 ) -> PageTable:
-    """Convert a table of ``explain`` for the page; ``units`` gives columns, by title, another unit
-    than ``text`` (left-aligned) or ``figure`` (right-aligned)."""
+    """Convert a table of ``explain`` for the page. ``units``: units of columns by title; other
+    columns have the unit ``text`` if aligned to the left, else ``figure``."""
     converted = list[PageColumn]()
     for at, column in enumerate(columns):
         title = column.header
@@ -108,13 +108,13 @@ def text_table(
 
 
 def _dispatched(pool: ObservedPool) -> Counter[tuple[str, str]]:
-    """Count the decisions of the last minute by pool and replica."""
+    """Count the router's decisions of the last minute, in all pools, by pool and replica."""
     records = pool.log.since(pool.wall() - _RECENT_S)
     return Counter((record.pool, record.decision.replica) for record in records)
 
 
 def _waiting(pool: ObservedPool, view: FleetView) -> PageTable:
-    """List the queue by priority, tenant and model, the highest priority first."""
+    """List the queue in groups of priority, tenant and model, the highest priority first."""
     names = dict(zip(view.ids, view.names, strict=True))
     groups = defaultdict[tuple[int, str, str], list[Waiting]](list)
     for request in pool.queue:  # the oldest first
@@ -189,7 +189,7 @@ def _facts(pools: Sequence[ObservedPool]) -> Iterator[tuple[str, str]]:
 
 
 def _links(pools: Sequence[ObservedPool]) -> dict[str, str]:
-    """Map other routers, named by host and port, to their pages that this machine can reach."""
+    """Map other routers (host and port) to the URLs of their pages; omit pages out of reach."""
     scheme = "https" if pools[0].config.admin.tls_cert else "http"
     return {
         name: f"{scheme}://{admin}/"

@@ -46,7 +46,7 @@ class Costly(str):
 
 
 def worst_first(warnings: Iterable[tuple[str, str]]) -> list[str]:
-    """Put each warning after its prefix; warnings of faults that cost requests come first."""
+    """Join pairs of prefix and warning; warnings of faults that cost requests come first."""
     ordered = sorted(warnings, key=lambda pair: not isinstance(pair[1], Costly))
     return [prefix + warning for prefix, warning in ordered]
 
@@ -91,7 +91,7 @@ def redis_lost(pool: ObservedPool) -> bool:
 def pool_warnings(
     pool: ObservedPool, view: FleetView, ended: Sequence[PredictionResult]
 ) -> Iterator[str]:
-    """Yield warnings about a pool; ``view`` has all its replicas, ``ended`` its last requests."""
+    """Yield warnings about a pool, from all its replicas and its requests that ended lately."""
     yield from _excluded(pool, view)
     yield from _not_followed(pool)
     yield from _cold_caches(view, ended)
@@ -196,7 +196,7 @@ def _is_dead(state: ReplicaState) -> bool:
 
 
 def _not_followed(pool: ObservedPool) -> Iterator[str]:
-    """Yield warnings if Envoy sent requests elsewhere for reasons other than a retry."""
+    """Yield a warning for each reason, except a retry, why Envoy ignored recent decisions."""
     lately = pool.log.since(pool.wall() - _LATELY_S)
     reasons = {each.outcome.not_followed for each in lately if each.pool == pool.config.pool}
     if NotFollowed.FALLBACK in reasons:  # such a policy takes the second choice by chance, too
@@ -243,8 +243,8 @@ def _slow(pool: ObservedPool) -> Iterator[str]:
 
 
 def _drifts(pool: ObservedPool, view: FleetView) -> Iterator[str]:
-    """Yield warnings about replicas whose decode times differ from predictions much more than on
-    other replicas."""
+    """Yield warnings about replicas whose actual ÷ predicted decode time is much longer or shorter
+    than on other replicas."""
     if not len(view):
         return
     low, high = (np.quantile(view.stretch, 0.5, method=which) for which in ("lower", "higher"))
