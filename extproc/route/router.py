@@ -20,10 +20,10 @@ from extproc.route.room import SOONEST_S, room_wait_s
 from extproc.route.waiting import Place
 
 _SMALL = 0.2
-"""Largest predicted time to first token ÷ completion with which a decode time is learned although
-the first token was not observed. Above 0.2, errors of the prediction would count too much."""
+"""If the first token was not observed, a decode time is learned only if the predicted TTFT is at most
+0.2 of the completion. Above, errors of the predicted TTFT would weigh too much."""
 
-_STEPS, _SHARE = 2.0, 0.02  # tokens, or share of the output bound, that the ledger may miss
+_STEPS, _SHARE = 2.0, 0.02  # tokens, or share of the bound, by which the ledger's count may be low
 
 
 class Router:

@@ -112,7 +112,7 @@ class Waiting(Place):
             self.tokens = max(self.tokens - prediction.preemptible.item(first), prompt)
 
     def could_use(self, row: int) -> bool:
-        """Return True if the request would start on a replica that gets room."""
+        """Return True if the request would start on this replica once the replica has room."""
         return row in self.usable and row not in self._declined
 
     def declines(self, row: int, now: float) -> bool:
