@@ -69,13 +69,13 @@ class Backlog:
         return next(reversed(self._tenants[tenant]))
 
     def await_replica(self, request: Waiting) -> None:
-        """If a request waits for a replica, put it into its model's line on this replica."""
+        """Put a request that waits for a replica into the line of its model on that replica."""
         if request.row is not None:
             self._count(request, request.row, 1.0)
             self._add(request, self._replicas.setdefault(request.row, {}))
 
     def await_no_more(self, request: Waiting) -> None:
-        """If a request waits for a replica, take it out of its line on this replica."""
+        """Take a request that waits for a replica out of its line on that replica."""
         if request.row is None:
             return
         self._count(request, request.row, -1.0)

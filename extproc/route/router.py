@@ -20,8 +20,8 @@ from extproc.route.room import SOONEST_S, room_wait_s
 from extproc.route.waiting import Place
 
 _SMALL = 0.2
-"""If the first token was not observed, a decode time is learned only if the predicted TTFT is at most
-0.2 of the completion. Above, errors of the predicted TTFT would weigh too much."""
+"""If the first token was not observed, a decode time is learned only if the predicted TTFT is at
+most 0.2 of the completion. Above, errors of the predicted TTFT would weigh too much."""
 
 _STEPS, _SHARE = 2.0, 0.02  # tokens, or share of the bound, by which the ledger's count may be low
 
@@ -132,9 +132,8 @@ class Router:
         return max(lengths.expected(row, bound), fewest), max(lengths.p90(row, bound), fewest)
 
     def _add_wait(self, situation: Situation, place: Place | None) -> bool:
-        """Add to a prediction the wait at the router for each candidate: until the candidate has
-        room, and for the queued requests ahead. Return False if no candidate makes the request
-        wait."""
+        """Add to the prediction for each candidate the wait at the router: for room there, and for
+        the queued requests ahead. Return False if nothing was added."""
         backlog, peers = self._backlog, self.fleet.peers
         queued: Floats | float = 0.0
         if backlog is None or peers.stale:
