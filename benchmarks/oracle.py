@@ -84,7 +84,7 @@ class Oracle(Routers):
         """Ignores events: the oracle sees the engines."""
 
     def ended(self, served: Served) -> None:
-        """Learns how much later requests delay the decoding of earlier requests."""
+        """Learns by how much requests that came later delayed the decoding of this request."""
         decision = served.decision
         if served.finished is not None and served.replica == decision.replica:
             pace = decision.forecast().decode_time_per_token
