@@ -37,8 +37,8 @@ _PROPORTIONS = 2e-4  # κ
 _FLEET_PROPORTIONS = 0.05  # κ′: replicas of one kind say little about proportions
 _SMALL_FLEET = 1e-5  # ε while fewer than three replicas are measured
 _NOISE, _EVEN = 1.5e-3, 5e-3
-"""In a larger fleet the weight of the prior is ε = _NOISE / (mean of log²(g ÷ median) + _EVEN). If
-replicas match their profiles, seconds of work are needed to show that a replica differs."""
+"""With three measured replicas or more, the prior weighs ε = _NOISE / (mean of log²(g ÷ median) +
+_EVEN). If replicas match their profiles, only seconds of work show that a replica differs."""
 _MEASURED = 0.01  # sum of A above which a replica counts as measured
 _MOST_SCALE = 10.0  # bound of σ and of 1/σ
 _WARM_UP_STEPS, _WARM_UP_SLOWER = 10, 4.0

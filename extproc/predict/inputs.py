@@ -111,8 +111,8 @@ class FleetView(Columns):
     """Coefficients x, y and z of the delay of first tokens beyond the engine's steps
     (:class:`~extproc.predict.correction.FirstTokens`)."""
     overtaken: Floats | float = 0.0
-    """Prompt tokens of lower priority in each replica's queue, which the request overtakes. They
-    are not in ``backlog``."""
+    """Prompt tokens of requests of lower priority in each replica's queue: the request overtakes
+    them, and ``backlog`` leaves them out."""
 
     def __init__(self, candidates: Candidates, columns: Iterable[tuple[str, Floats]]) -> None:
         self.candidates = candidates

@@ -21,8 +21,8 @@ _PRIOR_SPREAD = 1.2
 _PRIOR_WEIGHT = 4.0  # observations
 _DECAY = 0.998  # weight of older observations after each new one: a memory of about 500 requests
 _MOST_KINDS = 512
-"""Most kinds without a tenant, and most kinds with a tenant. Clients may invent tenants: under a
-common limit, these would displace all other kinds."""
+"""Limit of the kinds without a tenant, and also of the kinds with a tenant: under a common limit,
+tenants that a client invents would displace all other kinds."""
 _MOST_COUNTED = 200.0  # limit of the requests that one reading of a replica's own histogram adds
 
 _NONE = 1e-9  # weight of sequences below which a suffix of the histogram counts as empty
@@ -197,7 +197,7 @@ class OutputLengths:
         return min(max(total / count(begin), 1.0), max(bound, 0.0))
 
     def p90(self, row: int, bound: float) -> float:
-        """Returns the output length that nine of ten sequences do not exceed."""
+        """Returns the output length that nine of ten sequences of the row do not exceed."""
         count = self._count[row]
         beyond = _SUMS - int(count[::-1].searchsorted(0.1 * count.item(0), "right"))
         return max(min(_LENGTHS_LIST[max(beyond - 1, 0)], bound), 0.0)
@@ -210,7 +210,7 @@ class OutputLengths:
     def reached(self, begin: Indices, progress: Floats) -> tuple[Indices, Floats]:
         """Finds for each sequence the first bucket of lengths above its ``progress`` (tokens
         generated). Returns the bucket's index into the flattened suffix sums, and the progress
-        from which another bucket is the first. ``begin``: first indices from :meth:`place`."""
+        at which this index changes. ``begin``: the first indices that :meth:`place` returned."""
         longer = _LENGTHS.searchsorted(progress, "right")
         return begin + longer, _NEXT[longer]
 
