@@ -38,7 +38,7 @@ class Router:
         backlog: Backlog | None = None,
     ) -> None:
         """``session_cost_s``: longest delay, in seconds, that a request accepts to stay on its
-        session's replica. ``backlog``: requests queued at this router; None: none may wait."""
+        session's replica. ``backlog``: requests queued at this router; None: no queue."""
         self.fleet = fleet
         self.error_quantiles = ErrorQuantiles()
         self._session_cost_s = session_cost_s
