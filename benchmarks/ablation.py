@@ -93,7 +93,7 @@ def _first_token_weight(prediction: Any) -> float:
 
 
 def _predicting(name: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Makes a replacement of ``predict`` that then sets field ``name`` to ``value(prediction)``."""
+    """Decorator of ``predict`` that sets field ``name`` of its result to ``value(result)``."""
 
     def neutral(predict: Any) -> Any:
         def predicted(*args: Any) -> Any:
@@ -107,7 +107,7 @@ def _predicting(name: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _unpredicted_queue(_: Any) -> Any:
-    """Makes a replacement that leaves the wait in the router's queue out of predicted times."""
+    """Makes a replacement of ``add_queue_wait`` that adds no wait to the predicted times."""
 
     def add(prediction: Any, wait: Floats, *_: Any) -> None:
         prediction.queue = wait

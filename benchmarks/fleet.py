@@ -127,7 +127,7 @@ class FleetFile(_Section):
 
     @property
     def speeds(self) -> dict[str, float]:
-        """Decode steps a second of each replica, by its name."""
+        """Decode steps per second, by the name of the replica."""
         return {name: speed(profile.step) for name, profile in self.members.items()}
 
 
@@ -144,7 +144,7 @@ def read(path: Path) -> FleetFile:
 
 
 def speed(step: StepModel) -> float:
-    """Decode steps a second of an engine with these step times."""
+    """Decode steps per second that these step times give."""
     return 1 / step.step_time(prefill=0, batch=_BATCH, kv=_BATCH * _CONTEXT_TOKENS)
 
 

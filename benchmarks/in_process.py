@@ -47,7 +47,7 @@ class RequestLoad:
         self._in_flight: deque[tuple[_EnvoyStream, asyncio.Task[None]]] = deque()
 
     async def step(self) -> None:
-        """Serves a new request up to the router's reply; ends the oldest once ``in_flight`` run."""
+        """Begins a request, up to the router's reply; ends the oldest if over ``in_flight`` run."""
         self._wait()
         envoy = _EnvoyStream(next(self._messages))
         context = cast("grpc.aio.ServicerContext[Any, Any]", envoy)

@@ -28,9 +28,9 @@ in the fourth."""
 class Oracle(Routers):
     """Router that sees the current state of every engine and the length of every answer.
 
-    The lowest ``completion + weight·cost to others + avoidable prefill`` is chosen. A further term
-    for evicted blocks gained nothing in ``agents`` and ``mooncake-synthetic`` on eight A100, even
-    with all later prompts known.
+    Chooses the replica with the lowest ``completion + weight·cost to others + avoidable
+    prefill``. A further term for evicted blocks gained nothing in ``agents`` and
+    ``mooncake-synthetic`` on eight A100, even with all later prompts known.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Oracle(Routers):
         """Ignores events: the oracle sees the engines."""
 
     def ended(self, served: Served) -> None:
-        """Learns how much later requests delay the decoding of earlier requests."""
+        """Learns by how much requests that came later delayed the decoding of this request."""
         decision = served.decision
         if served.finished is not None and served.replica == decision.replica:
             pace = decision.forecast().decode_time_per_token

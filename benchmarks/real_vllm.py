@@ -117,7 +117,7 @@ def measures(served: Sequence[Row]) -> dict[str, Accuracy | None]:
 
 
 def groups(served: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by group: all, known and unknown length, and the latter two for each replica, too."""
+    """Rows by group: all; of known and of unknown length, in total and for each replica."""
     found: dict[str, list[Row]] = {"all": list(served)}
     for row in served:
         length = "known length" if row["known"] else "unknown length"

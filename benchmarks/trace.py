@@ -40,7 +40,7 @@ def read(
     """Merges traces by time, ``speed`` times as fast; returns the first ``most`` requests.
 
     ``start`` and ``duration`` select a part, in seconds at that speed; time counts from ``start``.
-    Raises OSError or ValueError, which names the files, if one is unreadable or no request is left.
+    Raises OSError or ValueError with the files' names if one is unreadable or no request is left.
     """
     paths = list(paths)
     merged = heapq.merge(*(_lines(path) for path in paths), key=lambda request: request.at)

@@ -66,7 +66,7 @@ class PickerProduct(ABC):
     def command(
         self, policy: str, model: str, servers: Servers, ports: Mapping[str, int], directory: Path
     ) -> tuple[list[str], dict[str, str]]:
-        """Arguments and environment of the program; writes its configuration to ``directory``."""
+        """Command line and environment of the program; writes its settings to ``directory``."""
 
     @abstractmethod
     def account(

@@ -20,7 +20,7 @@ from extproc.lab.harness.pages import get_json, get_text
 from extproc.poll.metrics_text import read_metrics
 
 _INTERVAL_S = 1.0
-MOST_BUSY = 0.85  # share of all cores
+MOST_BUSY = 0.85  # share of all cores that was in use
 MOST_OTHER = 0.1  # share of all cores that other processes on the machine used
 
 Ticks = tuple[int, int, int]

@@ -31,8 +31,8 @@ class Counting:
 
     @classmethod
     def of(cls, fewer: tuple[int, int], more: tuple[int, int]) -> "Counting":
-        """Solves the formula for two prompts, each given by its words and tokens; raises ValueError
-        unless the longer prompt has more tokens."""
+        """Computes the counting from two prompts, each given by its numbers of words and tokens.
+        Raises ValueError unless the longer prompt has more tokens."""
         (words, tokens), (more_words, more_tokens) = fewer, more
         per_word = (more_tokens - tokens) / (more_words - words)
         if per_word <= 0:

@@ -34,8 +34,8 @@ _HEADINGS = (
     "Redis cores commands/s MB/s in MB/s out MB held | writer cores"
 )
 Run = dict[str, Any]
-"""Figures of a line: ``each`` has those of every router; ``redis`` has commands and bytes a second,
-``cpu`` in cores, and ``memory``, the bytes beyond those of an empty Redis."""
+"""Figures of a line. ``each``: a list, the figures of every router. ``redis``: commands and bytes
+per second, ``cpu`` in cores, and ``memory`` in bytes beyond those of an empty Redis."""
 
 
 async def measure(

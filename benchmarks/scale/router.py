@@ -30,8 +30,8 @@ async def route(
 ) -> dict[str, float]:
     """Follows the state of the pool and decides ``rate`` requests a second; returns figures.
 
-    ``cpu`` is in cores, ``age`` that of replicas' states, ``late`` the lateness of timers,
-    ``digests`` the number received per second, and ``digest_age`` their mean age on arrival.
+    ``cpu``: cores; ``age``: age of replicas' states; ``late``: lateness of timers; ``digests``:
+    digests received per second; ``digest_age``: mean age of digests on arrival.
     """
     config = Config(pool=pool, redis=RedisSettings(url=url))
     registry = CollectorRegistry()

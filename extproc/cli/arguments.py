@@ -13,7 +13,7 @@ N = TypeVar("N", int, float)
 
 
 class CommandError(Exception):
-    """Failure of a command; each argument is a line with a problem and its remedy."""
+    """Failure of a command; ``args``: lines, each with a problem and its remedy."""
 
     status = 1
 

@@ -115,7 +115,7 @@ def _not_found(request: str, routers: Sequence[AskedRouter], access: AdminSettin
         subject, asked = f"the router at {url_of(routers[0].admin, access)} has no", "this router"
     return (
         f"{subject} decision about request {request!r}: Envoy did not ask {asked}, no replica was "
-        "available, or the decision was dropped since (serve.decisions_kept)"
+        "available, or the decision is no longer kept (serve.decisions_kept)"
     )
 
 

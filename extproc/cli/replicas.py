@@ -144,7 +144,7 @@ class PoolReplica:
 
 
 async def _replicas(drains: DrainStore, states: StateReader) -> list[PoolReplica]:
-    """Read all replicas that pollers scrape or a command drained, sorted by name."""
+    """Read all replicas that pollers scrape or that a command drained, sorted by name."""
     drained = {id_ for id_, is_drained in (await drains.read()).items() if is_drained}
     polled = {state.id: state for state in (await states.read()).states}
     known = [PoolReplica(id_, polled.get(id_), id_ in drained) for id_ in drained | polled.keys()]

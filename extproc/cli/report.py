@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _running(config: Config, router: str, envoy_admin: str | None) -> dict[str, bytes]:
-    """Files of the archive, by name: findings, and the router's pages or else its error."""
+    """Files of the archive, by name: findings, and the router's pages or why it did not answer."""
     # Failures are findings here: do not also log the failures of parts that the checks use.
     logging.getLogger("extproc").addHandler(logging.NullHandler())
     findings = check_replicas(config) + await check_live(config, envoy_admin)

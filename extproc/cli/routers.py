@@ -72,7 +72,7 @@ def _within_reach(found: Mapping[str, str]) -> tuple[list[AskedRouter], list[str
 
 
 async def _living(config: Config) -> dict[str, str]:
-    """Read the admin address of each router of a pool, by name.
+    """Read the admin address of each living router of the pool, by the name of the router.
 
     Raises:
         RedisError: Redis does not answer, or refuses a command; the message names the server.

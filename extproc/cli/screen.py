@@ -68,7 +68,7 @@ def _printed(lines: Iterator[str], width: int) -> list[str]:
 
 
 def _routers(routers: Sequence[RouterView], shown: str) -> dict[str, Any]:
-    """Table of the routers, in a snapshot's format; ``shown``: the router whose fleet follows."""
+    """Table of the routers, as in a snapshot; ``shown``: the router whose fleet is shown below."""
     answering = [{} if router.error else router.snapshot or {} for router in routers]
     figures = [dict(snapshot.get("figures", ())) for snapshot in answering]
     columns: list[dict[str, Any]] = [

@@ -88,7 +88,7 @@ def _replicas(given: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
         elif int(word):
             found += islice(cycle(names), int(word))
         else:
-            raise ValueError(f"{word} more or fewer replicas change nothing: give 1 or more")
+            raise ValueError(f"{word} replicas change nothing: give 1 or more")
     return tuple(found)
 
 

@@ -157,9 +157,9 @@ class PoolMembers:
 
 
 def _health(state: ReplicaState) -> HealthStatus:
-    """Return the health that Envoy's fallback policy obeys; a router may choose any member.
+    """Return the health that only Envoy's fallback policy obeys: a router may choose any member.
 
-    So the fallback sends nothing to a draining replica. A router does, if no other can serve.
+    So a draining replica gets requests only from a router, and only if no other replica can serve.
     """
     if state.draining:
         return HealthStatus.DRAINING

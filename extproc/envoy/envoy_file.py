@@ -36,7 +36,7 @@ _OVERRIDABLE = (
 
 
 class EnvoyFile(Tree):
-    """A bootstrap, a fragment of a bootstrap, or a patch for a mesh, with the router's settings.
+    """Bootstrap, fragment of a bootstrap, or patch for a mesh; ``config``: the router's settings.
 
     If ``findings`` has no error, the methods interpret the file as Envoy does.
     """
@@ -62,7 +62,7 @@ class EnvoyFile(Tree):
 
     @cached_property
     def managers(self) -> list[Node]:
-        """Connection managers with an ext_proc filter; without any, as in patches, all managers."""
+        """Connection managers with an ext_proc filter; all if none has one, as in patches."""
         managers = self.all(MANAGER)
         return [item for item in managers if self.all(EXT_PROC, item)] or managers
 
@@ -130,8 +130,8 @@ class EnvoyFile(Tree):
         return not any(setting["disabled"] for setting in settings)
 
     def _settings_for(self, route: Node, entry: Node) -> list[Node]:
-        """Return the settings of a filter that apply to a route: settings in the route (for its
-        weighted clusters), and settings of the innermost scope around it (see ``_settings``)."""
+        """Return the settings of a filter that apply to a route: those in the route and its
+        weighted clusters, and those of the innermost scope around it, such as a virtual host."""
         within: list[Node] = []
         around: dict[Path, list[Node]] = {}
         for scope, setting in self._settings(entry):
@@ -181,7 +181,7 @@ def destination(cluster: Node) -> str:
 
 
 def sources(policy: Node) -> set[str]:
-    """Return the sources (``header``, ``metadata``) of an override_host policy's choice."""
+    """Return from where (``header``, ``metadata``) an override_host policy reads the choice."""
     listed = policy["override_host_sources"]
     reads = {
         "header": any(source["header"].lower() == DESTINATION for source in listed),
@@ -210,5 +210,5 @@ def _overrides(overrides: Node) -> dict[str, object]:
 
 
 def _may_precede(first: Path, second: Path) -> bool:
-    """Return true if the first filter precedes the second, or a patch may place it there."""
+    """Return true if the first filter precedes the second, or may do so in a patched list."""
     return first[:-2] != second[:-2] or first < second

@@ -112,7 +112,7 @@ def _lacking(wanted: Iterable[str], present: list[str]) -> str:
 
 
 def _namespaces(filter: Node, way: str = "receiving") -> list[str]:
-    """Return the metadata namespaces in an option of a filter: ``receiving`` or ``forwarding``."""
+    """Return the metadata namespaces that a filter lists for receiving or for forwarding."""
     return list(filter["metadata_options"][f"{way}_namespaces"]["untyped"])
 
 

@@ -220,7 +220,7 @@ def _message_type(name: str) -> Any:
 
 @cache
 def _fields(cls: Any) -> dict[str, str]:
-    """Return the ``snake_case`` name of each field, by all spellings: also ``camelCase``."""
+    """Map each name of a field, ``snake_case`` or ``camelCase``, to the name in ``snake_case``."""
     names = cls._betterproto.meta_by_field_name
     camel = {re.sub("_(.?)", lambda found: found[1].upper(), name): name for name in names}
     return camel | {name: name for name in names}

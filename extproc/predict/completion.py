@@ -252,7 +252,7 @@ class AdapterTimes(Struct, eq=False):
     that is evicted may have to be loaded again."""
     overrun: float
     """Learned actual ÷ forecast wait for a slot, by which ``wait`` is already multiplied. Above 1
-    if later requests for adapters in the batch overtake the request."""
+    if later requests overtake the request, because their adapters have slots."""
 
 
 def add_adapter(prediction: Prediction, times: AdapterTimes) -> None:

@@ -37,13 +37,13 @@ _PROPORTIONS = 2e-4  # κ
 _FLEET_PROPORTIONS = 0.05  # κ′: replicas of one kind say little about proportions
 _SMALL_FLEET = 1e-5  # ε while fewer than three replicas are measured
 _NOISE, _EVEN = 1.5e-3, 5e-3
-"""In a larger fleet ε = _NOISE / (mean of log²(g ÷ median) + _EVEN). If replicas match their
-profiles, seconds of work are needed to show that a replica differs."""
+"""With three measured replicas or more, the prior weighs ε = _NOISE / (mean of log²(g ÷ median) +
+_EVEN). If replicas match their profiles, only seconds of work show that a replica differs."""
 _MEASURED = 0.01  # sum of A above which a replica counts as measured
 _MOST_SCALE = 10.0  # bound of σ and of 1/σ
 _WARM_UP_STEPS, _WARM_UP_SLOWER = 10, 4.0
-"""An engine compiles kernels in its first 10 steps: a stretch of these counts as at most 4 times
-slower than the prior."""
+"""An engine compiles kernels in its first 10 steps. A stretch of work in these steps counts as at
+most 4 times as long as the prior expects."""
 _WRONG_COUNTER = 1000.0  # expected ÷ actual time above which a counter must be wrong
 _ROUNDS = 4  # of coordinate descent after each poll, starting from the last solution
 
@@ -158,9 +158,9 @@ class FleetPrior:
 
     A replica's slowness is the factor by which it is slower than its profile. All replicas of the
     poller may be equally slow, for example if no profile is configured and the default is wrong. So
-    p is the median slowness, which no outlier changes, times the proportions of the measured
-    replicas. Of two middle values the one nearer to 1 counts. A replica that is not measured counts
-    with slowness 1: fast replicas are measured first, and would make all others look fast.
+    p is the median slowness, which no outlier changes, times the proportions of the coefficients of
+    measured replicas. Of two middle values the one nearer to 1 is the median. Replicas not measured
+    yet count with slowness 1: fast replicas are measured first, and would make all look fast.
     """
 
     def __init__(self) -> None:

@@ -58,7 +58,7 @@ class Candidates:
     profiles: list[str]  # name of each replica's hardware profile
     models: Sequence[str] = ()  # name of the model on each replica
     adapters: Sequence[str] = ()
-    """LoRA adapter that the request needs on each replica, or ""; (): none on any replica."""
+    """For each replica the LoRA adapter that the request needs there, or ""; (): none anywhere."""
     excluded: tuple[Excluded, ...] = ()
     unknown: bool = False  # all members have listed their models, and none serves this model
     only_some: bool = False  # some members serve the model, healthy or not, and others do not
@@ -66,7 +66,7 @@ class Candidates:
 
 
 class Columns:
-    """State of each replica: the first columns of the fleet's table, which a view copies."""
+    """State of each replica: those columns of the fleet's table that a view copies."""
 
     requests: Floats  # this router's requests in flight; in a view, all known requests
     queued: Floats  # those of ``requests`` without a first token
@@ -111,8 +111,8 @@ class FleetView(Columns):
     """Coefficients x, y and z of the delay of first tokens beyond the engine's steps
     (:class:`~extproc.predict.correction.FirstTokens`)."""
     overtaken: Floats | float = 0.0
-    """Prompt tokens of queued requests of a lower priority, which this request overtakes; they are
-    not in ``backlog``."""
+    """Prompt tokens of requests of lower priority in each replica's queue: the request overtakes
+    them, and ``backlog`` leaves them out."""
 
     def __init__(self, candidates: Candidates, columns: Iterable[tuple[str, Floats]]) -> None:
         self.candidates = candidates

@@ -21,8 +21,8 @@ _PRIOR_SPREAD = 1.2
 _PRIOR_WEIGHT = 4.0  # observations
 _DECAY = 0.998  # weight of older observations after each new one: a memory of about 500 requests
 _MOST_KINDS = 512
-"""Limit of the kinds without a tenant, and a separate limit of the kinds with a tenant, because
-clients may invent tenants."""
+"""Limit of the kinds without a tenant, and also of the kinds with a tenant: under a common limit,
+tenants that a client invents would displace all other kinds."""
 _MOST_COUNTED = 200.0  # limit of the requests that one reading of a replica's own histogram adds
 
 _NONE = 1e-9  # weight of sequences below which a suffix of the histogram counts as empty
@@ -77,7 +77,7 @@ class _Rows:
     def add(self, kind: _Kind, keep: Callable[[int], bool]) -> int | None:
         """Gives a kind a free row, else the row of the least recently used kind, which is dropped.
 
-        Returns the row; None if all rows must keep their kind. ``keep``: tells this of one row.
+        Returns the row; None if no row may be taken. ``keep``: True if a row must keep its kind.
         """
         if not self._free:
             old = next((old for old, row in self._of.items() if not keep(row)), None)
@@ -91,10 +91,10 @@ class _Rows:
 class OutputLengths:
     """Decaying histograms of output lengths, by kind of request.
 
-    Kinds form a hierarchy: by model; also by endpoint; also by streaming and output bound; also by
-    tenant. A kind without observations uses the histogram of the next coarser kind, and its own
-    histogram starts as a copy. If all rows are in use, a new kind takes the row of the least
-    recently used kind that has no request in flight.
+    Kinds get finer: by model; then also by endpoint, by streaming and output bound, by tenant. A
+    kind without observations uses the histogram of the next coarser kind; its own starts as a copy
+    of that one. If all rows are in use, a new kind takes the row of the least recently used kind
+    that has no request in flight.
 
     The remaining tokens of a request follow from its progress, not from an estimate at its start:
     ``E[min(L, bound) − g | L > g]`` after ``g`` tokens, with the output length L. Suffix sums of
@@ -197,7 +197,7 @@ class OutputLengths:
         return min(max(total / count(begin), 1.0), max(bound, 0.0))
 
     def p90(self, row: int, bound: float) -> float:
-        """Returns the output length that nine of ten sequences do not exceed."""
+        """Returns the output length that nine of ten sequences of the row do not exceed."""
         count = self._count[row]
         beyond = _SUMS - int(count[::-1].searchsorted(0.1 * count.item(0), "right"))
         return max(min(_LENGTHS_LIST[max(beyond - 1, 0)], bound), 0.0)
@@ -208,9 +208,9 @@ class OutputLengths:
         return row * _SUMS, row * _SUMS + bisect_left(_LENGTHS_LIST, bound)
 
     def reached(self, begin: Indices, progress: Floats) -> tuple[Indices, Floats]:
-        """Finds the bucket of each sequence by its progress, in generated tokens. Returns the
-        bucket's index into the flattened suffix sums, and the progress at which the next bucket
-        begins. ``begin``: for each sequence, the first index that :meth:`place` returned."""
+        """Finds for each sequence the first bucket of lengths above its ``progress`` (tokens
+        generated). Returns the bucket's index into the flattened suffix sums, and the progress
+        at which this index changes. ``begin``: the first indices that :meth:`place` returned."""
         longer = _LENGTHS.searchsorted(progress, "right")
         return begin + longer, _NEXT[longer]
 
@@ -243,9 +243,9 @@ class OutputLengths:
 
 @lru_cache(maxsize=16)
 def _spread(edges: tuple[float, ...]) -> Floats:
-    """Returns for each bucket of a replica's histogram the suffix sums of one request, spread
-    evenly over the lengths in the bucket. ``edges``: upper bounds of the buckets. Results are
-    cached, because replicas use few different bounds."""
+    """Returns suffix sums of one request in each bucket of a replica's histogram, spread evenly
+    over the bucket's lengths. ``edges``: upper bounds of the buckets. Results are cached, because
+    replicas use few different bounds."""
     shares = np.zeros((len(edges), len(_LENGTHS)))
     lower = 0
     for share, edge in zip(shares, edges, strict=True):

@@ -9,7 +9,7 @@ class ProvisionalSpeeds:
     """Slowness of unmeasured replicas: actual ÷ predicted time to first token.
 
     Polls need a second to measure a replica. A fresh pool gets dozens of requests in that second,
-    and slow replicas would get their full share. First tokens arrive sooner::
+    and slow replicas would get as many as fast ones. First tokens arrive sooner::
 
         slowness = (Σ actual + δ) / (Σ predicted + δ)
     """
@@ -29,14 +29,14 @@ class ProvisionalSpeeds:
         self._sums[row] = count + 1, steps + usual_steps, total + seconds
 
     def slowness(self, row: int, usual_step: float) -> float:
-        """Returns the slowness of the replica in a row, relative to a step-time model whose usual
-        step takes ``usual_step`` seconds."""
+        """Returns the slowness of the replica in table row ``row``, relative to a step-time model
+        whose usual step takes ``usual_step`` seconds."""
         _, steps, seconds = self._sums.get(row, (0, 0.0, 0.0))
         slowness = (seconds + _PRIOR_S) / (steps * usual_step + _PRIOR_S)
         return min(max(slowness, 1.0 / _MOST), _MOST)
 
     def wanted(self, row: int) -> bool:
-        """True until the slowness of the replica in a row rests on enough first tokens."""
+        """True until enough first tokens of the replica in table row ``row`` are known."""
         return self._sums.get(row, (0,))[0] < _ENOUGH
 
     def clear(self, row: int) -> None:

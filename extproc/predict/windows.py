@@ -12,8 +12,8 @@ and decode varies; long windows are exact."""
 _SHORTEST, _LONGEST = 0.8, 1.3  # bounds of a window's actual ÷ nominal length
 _WARMING_UP = 1.0  # number of an engine's first steps to skip, in which it compiles kernels
 _DIP = 0.1
-"""Fraction by which ``computed_tokens`` may fall: vLLM up to 0.15 counts cached tokens before their
-prompt. A larger fall is a wrong reading."""
+"""Fraction by which ``computed_tokens`` (prompt − cached) may fall between two polls, because vLLM
+up to 0.15 counts cached tokens before their prompt. A larger fall is a wrong reading."""
 _DECODING = 0.95
 """Generated tokens ÷ (steps × batch) above which no sequence was in prefill: a sequence in prefill
 generates nothing."""
@@ -99,7 +99,7 @@ class Windows:
         return found
 
     def interrupted(self) -> None:
-        """Notes a failed poll: no stretch spans the time between the polls around it."""
+        """Notes a failed poll: no stretch spans the gap between the polls before and after."""
         self._last = self._idle = None
 
     def _solo_request(self, counts: EngineCounts) -> list[Work]:

@@ -14,10 +14,10 @@ the mean completion of simulated overload (azure-2023-conv ×2.4, seconds 500 to
 tenth."""
 
 LEAD_S = 1.0
-"""Seconds of all its replicas' time by which a tenant may be ahead of another tenant. Without this
-limit, a tenant's small requests fill whatever room there is, and the other tenant's large requests
-find none: in simulated overload (azure-2023-conv ×13, eight replicas) one of two tenants got 80
-replica-seconds more within half a minute."""
+"""Replica-seconds by which a tenant may be ahead of another tenant, for each replica that can serve
+the other's first request. Without the limit, small requests of one tenant fill all room, and large
+requests of the other find none: in simulated overload (azure-2023-conv ×13, eight replicas) one of
+two tenants got 80 replica-seconds more within half a minute."""
 
 Lines = dict[str, Line]  # by model
 
@@ -69,13 +69,13 @@ class Backlog:
         return next(reversed(self._tenants[tenant]))
 
     def await_replica(self, request: Waiting) -> None:
-        """If a request waits for a replica, put it into its model's line on this replica."""
+        """Put a request that waits for a replica into the line of its model on that replica."""
         if request.row is not None:
             self._count(request, request.row, 1.0)
             self._add(request, self._replicas.setdefault(request.row, {}))
 
     def await_no_more(self, request: Waiting) -> None:
-        """If a request waits for a replica, take it out of its line on this replica."""
+        """Take a request that waits for a replica out of its line on that replica."""
         if request.row is None:
             return
         self._count(request, request.row, -1.0)
@@ -183,8 +183,8 @@ class Backlog:
         return False
 
     def _is_too_far_ahead(self, row: int, place: Place) -> bool:
-        """Return True if the place's tenant is too far ahead of the tenant whose request for the
-        model is next, and this request could use the replica."""
+        """Return True if the place's tenant is too far ahead of the tenant of the model's first
+        request, and the first request could use the replica."""
         if (line := self._models.get(place.model)) is None:
             return False
         head = line.head()

@@ -144,7 +144,7 @@ class Decision(Struct, eq=False):
         return work(self.profile, self.prediction, self.situation.view, self.choice.first)
 
     def on(self, replica: str) -> "Decision | None":
-        """Return the decision as if it had chosen this replica; None: it is no candidate."""
+        """Return the decision as if the replica were chosen; None if it is no candidate."""
         ids = self.situation.view.ids
         if replica not in ids:
             return None

@@ -35,8 +35,8 @@ def by_owner(owner: str, situation: Situation) -> Choice:
 
 def by_session(home: str, most_s: float, situation: Situation, otherwise: Choice) -> Choice:
     """Choose the session's replica ``home`` if the request ends there at most ``most_s`` seconds
-    later than on the replica that ends it first; if not, choose as ``otherwise``. For the
-    second choice, the scores of ``otherwise`` rank the other replicas."""
+    later than on the replica that ends it first; if not, choose as ``otherwise``. The scores of
+    ``otherwise`` also rank the replicas for a retry."""
     view, completion = situation.view, situation.prediction.completion
     there = view.ids.index(home) if home in view.ids else None
     ends = inf if there is None else completion.item(there)
@@ -63,7 +63,7 @@ def lateness(
     """Return the seconds by which each candidate would miss a target; negative: time to spare.
 
     The prediction is multiplied by the ratio of actual to predicted time that nine of ten requests
-    do not exceed. If the request has several targets, the target that is missed by most counts.
+    do not exceed. Of several targets, the one missed by the most seconds counts.
     ``waited``: seconds since the request arrived.
     """
     later = max(prediction.output_tokens - 1.0, 0.0)
@@ -79,7 +79,7 @@ def lateness(
 
 def by_target(late: Floats, situation: Situation, otherwise: Choice) -> Choice:
     """Choose among the replicas that meet all targets. ``otherwise`` is the choice without targets;
-    for the second choice, its scores rank the other replicas.
+    its scores also rank the replicas for a retry.
 
     If a target bounds the decode time, the lowest ``completion/2 + cost to others + avoidable
     prefill`` wins, which leaves fast replicas to requests without such a target. If only the first

@@ -46,7 +46,7 @@ def choose(policy: str, situation: Situation) -> tuple[int, Floats]:
 def as_good(prediction: Prediction, scores: Floats) -> Indices:
     """Return the candidates whose scores ``completion`` treats as equal to the lowest.
 
-    The band is narrower if the first token takes most of the completion. It is also narrower on a
+    The band of equal scores is narrower if the first token takes most of the completion, and for a
     replica whose KV cache fills, because there a longer completion makes queued requests wait.
     """
     room = 1.0 - prediction.kv_pressure**2

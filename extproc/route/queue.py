@@ -102,7 +102,7 @@ class Queue:
         return self._backlog.shares.recent(self._clock())
 
     def retry_after_s(self) -> float:
-        """Seconds until the queue has drained, at the rate of the last half minute."""
+        """Seconds until the queue has drained at the dispatch rate of the last half minute."""
         if not self._requests:
             return 0.0
         rate = self._rate * exp((self._rate_at - self._clock()) / _DRAIN_S)

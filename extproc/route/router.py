@@ -21,10 +21,10 @@ from extproc.route.room import SOONEST_S, room_wait_s
 from extproc.route.waiting import Place
 
 _SMALL = 0.2
-"""Largest predicted time to first token ÷ completion with which a decode time is learned although
-the first token was not observed. Above 0.2, errors of the prediction would count too much."""
+"""If the first token was not observed, a decode time is learned only if the predicted TTFT is at
+most 0.2 of the completion. Above, errors of the predicted TTFT would weigh too much."""
 
-_STEPS, _SHARE = 2.0, 0.02  # tokens, or share of the output bound, that the ledger may miss
+_STEPS, _SHARE = 2.0, 0.02  # tokens, or share of the bound, by which the ledger's count may be low
 
 
 class Router:
@@ -39,7 +39,7 @@ class Router:
         backlog: Backlog | None = None,
     ) -> None:
         """``session_cost_s``: longest delay, in seconds, that a request accepts to stay on its
-        session's replica. ``backlog``: requests queued at this router; None: none may wait."""
+        session's replica. ``backlog``: requests queued at this router; None: no queue."""
         self.fleet = fleet
         self.error_quantiles = ErrorQuantiles()
         self._session_cost_s = session_cost_s
@@ -135,9 +135,8 @@ class Router:
         return max(lengths.expected(row, bound), fewest), max(lengths.p90(row, bound), fewest)
 
     def _add_wait(self, situation: Situation, place: Place | None) -> bool:
-        """Add to a prediction the wait at the router for each candidate: until the candidate has
-        room, and for the queued requests ahead. Return False if no candidate makes the request
-        wait."""
+        """Add to the prediction for each candidate the wait at the router: for room there, and for
+        the queued requests ahead. Return False if nothing was added."""
         backlog, peers = self._backlog, self.fleet.peers
         queued: Floats | float = 0.0
         if backlog is None or peers.stale:

@@ -28,10 +28,10 @@ class Place:
     """Place of a request among the queued ones.
 
     Requests of a tenant go in the order of ``due``, which is early for requests with a near target
-    or a low cost. ``due`` is at most B seconds after the arrival, so only requests that arrive
-    within B seconds can overtake. Without a target, ``due`` is B seconds after the arrival, minus
-    the boost of the policy γ-Boost, whose response times have the lightest tail (Yu and Scully,
-    2024)::
+    or a low cost. ``due`` is at most B = ``OVERTAKEN_S`` after the arrival, so only requests that
+    arrive within B seconds can overtake. Without a target, ``due`` is B seconds after the arrival,
+    minus the boost of the policy γ-Boost, whose response times have the lightest tail (Yu and
+    Scully, 2024)::
 
         boost = min(B, -log(1 - exp(-γ · cost)) / γ)
     """
@@ -112,7 +112,7 @@ class Waiting(Place):
             self.tokens = max(self.tokens - prediction.preemptible.item(first), prompt)
 
     def could_use(self, row: int) -> bool:
-        """Return True if the request would start on a replica that gets room."""
+        """Return True if the request would start on this replica once the replica has room."""
         return row in self.usable and row not in self._declined
 
     def declines(self, row: int, now: float) -> bool:

@@ -207,7 +207,7 @@ def test_gauges_of_a_replica_without_requests_are_ignored_if_they_do_not_move(
 
 
 def test_request_that_the_router_learns_of_late_refutes_no_gauges() -> None:
-    """Envoy reports requests that the router only observes after it has sent them."""
+    """Envoy sends an observed request to its replica before the router learns of it."""
     loaded = LoadedReplica(gap_s=1000.0)
     loaded.pass_s(5.0)
     loaded.count(prompt_tokens=PROMPT, first_tokens=1, steps=1, generated_tokens=1)

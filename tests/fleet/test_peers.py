@@ -36,7 +36,7 @@ class Sent(NamedTuple):
 
 @dataclass
 class LastDigest:
-    """Last digest of a router, in the model."""
+    """Last digest of a router, as the model of the test expects it."""
 
     number: int
     at: float

@@ -145,7 +145,7 @@ def test_restarted_replica_has_no_backlog(fleet: Fleet, clock: ManualClock) -> N
 @pytest.mark.parametrize("believed", [H100, A100, A10])
 @pytest.mark.parametrize("cached", [0.0, 0.9])
 def test_backlog_follows_an_engine_of_another_profile(believed: str, cached: float) -> None:
-    """At each poll the backlog equals the engine's, within a step and a prompt."""
+    """At each poll the backlog equals the engine's, to within a step's tokens and a prompt."""
     random, clock = Random(3), ManualClock(0.0)
     profile = hardware_profile(A100)
     engine = Engine(profile, kv_tokens=400_000)
@@ -259,7 +259,7 @@ def test_returning_replica_keeps_its_backlog(again: str, fleet: Fleet, clock: Ma
 
 
 def test_backlog_of_a_dead_router_is_external(fleet: Fleet, clock: ManualClock) -> None:
-    """Fifty prompts of 4,000 tokens wait there, which no router reports."""
+    """Fifty prompts of 4,000 tokens wait on the replica, and no router reports them."""
     left = {"running": 20, "waiting": 50, "first_tokens": 100, "prompt_tokens": 400_000}
     for _ in range(3):
         clock.advance(0.2)

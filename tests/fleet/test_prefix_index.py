@@ -153,7 +153,7 @@ def polled(prefixes: PrefixIndex, prompts: float, cached: float) -> None:
 
 
 def test_counters_teach_hits_if_responses_report_none(prefixes: PrefixIndex) -> None:
-    """A replica caches nothing, and later everything."""
+    """First the replica caches nothing, and later everything."""
     text, tokens = "abcd" * 8, 32 * UNIT
     polled(prefixes, 0, 0)
     for number in range(1, 31):
@@ -167,7 +167,7 @@ def test_counters_teach_hits_if_responses_report_none(prefixes: PrefixIndex) -> 
 
 
 def test_single_reporting_response_leaves_the_counters_in_use(prefixes: PrefixIndex) -> None:
-    """Responses always report hits, chats only with a flag of the server."""
+    """Answers of /v1/responses always report hits; chats do so only with a flag of the server."""
     text, tokens = "abcd" * 8, 32 * UNIT
     polled(prefixes, 0, 0)
     prefixes.reported(0, 0, 100, 0)

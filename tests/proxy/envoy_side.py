@@ -93,7 +93,7 @@ def response_headers(
     flags: int = 0,
     attempts: int = 0,
 ) -> ProcessingRequest:
-    """``flags``: Envoy's response flags; ``attempts``: requests that Envoy sent."""
+    """``flags``: Envoy's response flags; ``attempts``: times that Envoy sent the request."""
     values = {":status": str(status), "content-type": content_type}
     attributes = {"upstream.address": upstream} if upstream else {}
     return ProcessingRequest(

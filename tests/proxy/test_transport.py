@@ -144,7 +144,7 @@ def test_batch_scheduling_ends_after_error() -> None:
 
 @linux
 def test_batch_scheduling_tolerates_missing_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On musl the call always fails."""
+    """With musl as C library, the call always fails."""
 
     def refuse(_: int) -> int:
         raise OSError(ENOSYS, "Function not implemented")

@@ -57,7 +57,7 @@ async def test_a_hundred_responses_a_second_are_visible(
 
 
 async def test_skipping_responses_keeps_body_mode(envoy: EnvoySide) -> None:
-    """An override replaces Envoy's whole mode, so ``ask`` checks that the body's mode stays."""
+    """A reply that changes one processing mode replaces all: ``ask`` checks that of the body."""
     for _ in range(PER_S):
         await ask(envoy)
     assert not (await ask(envoy))[0]

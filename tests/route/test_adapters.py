@@ -296,7 +296,7 @@ def test_number_of_tracked_adapters_is_bounded() -> None:
 def test_decision_for_one_of_500_adapters_costs_as_much_as_for_the_base_model(
     in_flight: int,
 ) -> None:
-    """Bytecodes count, as their number does not depend on the load of the machine."""
+    """Bytecodes are compared: unlike times, they do not depend on the load of the machine."""
     system = AdapterFleet(100, max_loras=8, adapters=tuple(f"adapter-{n}" for n in range(500)))
     names = cycle(system.adapters)
     for number in range(1, 101):

@@ -331,7 +331,7 @@ def test_no_request_waits_while_another_replica_would_finish_it_sooner(
 @examples
 @given(requests(10, 30))
 def test_no_request_blocks_other_models(given: list[OfferedRequest]) -> None:
-    """An arrival is denied a replica with room only for a queued request that goes first."""
+    """An arrival is kept from a replica with room only if a queued request goes before it."""
     pool = SharedReplicas().play(given, 0.0)
     for seen in pool.arrived:
         assert seen.room is not None
@@ -407,7 +407,7 @@ Prompts = list[tuple[int, int]]  # of the two tenants, in turn
 
 
 def compete(prompts: Prompts, answer: int, model_of_many: str, seconds: int) -> SharedReplicas:
-    """Offer requests of two tenants, 1 and 10 a second, to two replicas that keep up with less."""
+    """Offer 1 and 10 requests per second of two tenants, more than the two replicas can serve."""
     pool = SharedReplicas(models=((MODEL, OTHER),) * 2, routers=1)
     for second in range(seconds + 10):
         for number in range(11 if second < seconds else 1):

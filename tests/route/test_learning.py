@@ -25,7 +25,7 @@ class CountingRouter:
         self._steps = 0.0
 
     def serve(self, profile: RequestProfile, ticks: int, ttft: float | None = None) -> None:
-        """Send a request whose stream is closed after ``ticks`` polls; ``ttft``: predicted."""
+        """Send a request whose stream closes after ``ticks`` polls; ``ttft``: forecast to use."""
         decision = decided(self.router, profile)
         ticket = self.fleet.dispatch(decision.replica, profile)
         for _ in range(ticks):

@@ -358,8 +358,8 @@ def test_unused_part_of_a_record_is_named_with_the_reason(
     [
         (["--less", "z"], "the record has no replica 'z'; its replicas: a, b"),
         (["--less", "2"], "no replica is left"),
-        (["--more", "0"], "0 more or fewer replicas change nothing"),
-        (["--less", "00"], "00 more or fewer replicas change nothing"),
+        (["--more", "0"], "0 replicas change nothing"),
+        (["--less", "00"], "00 replicas change nothing"),
         (["--replica", "a=h1000"], "no hardware profile is named 'h1000'"),
         (["--pool", "other"], "holds no record of pool 'other', but of default"),
     ],
