@@ -141,7 +141,7 @@ class ReplicaSource(Section):
     name: str = ""
     """Name in logs, on pages and in drain commands; by default the address."""
     kv_events_port: _Port | None = None
-    """Port on which vLLM publishes KV events: changes of its prefix cache."""
+    """Port on which vLLM publishes KV events: changes of the prefix cache."""
     kv_events_replay_port: _Port | None = None
     """Port on which vLLM replays missed KV events."""
 
@@ -250,7 +250,7 @@ class ServeSettings(MutualTlsSettings):
     predict and record; no request is changed, queued or refused."""
     share: float = Field(default=1.0, ge=0, le=1)
     """Share of the requests that mode route steers; the other requests are observed. A hash of the
-    session, or of the request id without a session, decides."""
+    session or, without a session, of the request id decides."""
     max_streams: int = Field(default=100_000, ge=1, le=10**6)
     """Most open streams, one for each request; Envoy serves further requests without the router."""
     drain_s: float = Field(default=30.0, ge=0)
@@ -326,7 +326,7 @@ class RouteSettings(Section):
     """For each name in requests: a served name; a list of names under which replicas serve the
     model; or served names with weights, by which a name is drawn for each request."""
     listed_models_only: bool = True
-    """Answer 404 for a model that no replica lists; false: replicas load adapters on request
+    """Answer 404 for a model that no replica lists. Set false if replicas load adapters on request
     (vLLM's LoRA resolvers)."""
     seed: int | None = None
     """Seed of the random generator that breaks ties; null: a random seed."""
@@ -351,7 +351,7 @@ class RouteSettings(Section):
 
 
 class RequestSettings(Section):
-    """Tokens and tenants of requests."""
+    """Prompt tokens and tenants."""
 
     bytes_per_token: float = Field(default=4.0, ge=0.5, le=32)
     """Bytes per token at first; learned for each model from the usage that replicas report."""
@@ -374,7 +374,7 @@ class ObjectiveSettings(Section):
     ttft_s: float | None = Field(default=None, gt=0)
     """Seconds to the first token."""
     tpot_s: float | None = Field(default=None, gt=0)
-    """Seconds for each further token, on average."""
+    """Seconds for each token after the first, on average."""
     completion_s: float | None = Field(default=None, gt=0)
     """Seconds to the last token."""
     sheddable: bool = False
@@ -401,8 +401,8 @@ class HoldSettings(Section):
     ends, the router refuses the request with 429. Envoy's ``max_message_timeout`` must be at least
     as long, or Envoy goes on without the router. 0: no request waits."""
     empty_s: float = Field(default=60.0, ge=0, le=_LONGEST_HELD_S)
-    """Seconds that a request waits while no replica serves its model, if a replica served the model
-    within the last hour; then the answer is 503. At most ``longest_s``. 0: no wait."""
+    """Seconds that a request waits if no replica serves its model, but one did in the last hour. If
+    none does in this time, the answer is 503. At most ``longest_s``. 0: no wait."""
     most: int = Field(default=10_000, ge=1)
     """Most requests in the queue. If another request has to wait, the router refuses one of the
     lowest priority with 429: the newest of the tenant with the most queued requests."""
@@ -420,7 +420,7 @@ class HoldSettings(Section):
         for kind in ("tenants", "models"):
             names = Counter(name for item in given.values() for name in set(getattr(item, kind)))
             if twice := [name for name, count in names.items() if count > 1]:
-                raise ValueError(f"several objectives have the {kind} {', '.join(sorted(twice))}")
+                raise ValueError(f"{kind} in several objectives: {', '.join(sorted(twice))}")
         return given
 
     @model_validator(mode="after")

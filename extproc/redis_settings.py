@@ -59,7 +59,7 @@ def _check_option(name: str, value: str, tls: bool) -> None:
     if name.startswith("ssl_") and not tls:
         raise ValueError(f"option {name!r} is for TLS: write rediss in place of redis")
     if (choices := _OPTIONS[name]) and value.lower() not in choices:
-        raise ValueError(f"option {name!r} after the '?' must be one of {', '.join(choices)}")
+        raise ValueError(f"option {name!r} after the '?' takes one of {', '.join(choices)}")
 
 
 def _check_files(options: Mapping[str, Any]) -> None:

@@ -62,7 +62,7 @@ class AdapterSlots:
         self._overrun = 1.0  # median of `_overruns`
         self._tickets: dict[int, tuple[int, str]] = {}  # row and adapter of requests in flight
         self._starts: defaultdict[str, dict[int, float]] = defaultdict(dict)
-        """``starts`` of all replicas, by adapter and row: a decision reads few of them."""
+        """``_Slots.starts`` by adapter, then by row: a decision reads those of few adapters."""
 
     def clear(self, row: int) -> None:
         """Forgets a row's adapters: its replica restarted, or another replica gets the row."""

@@ -35,7 +35,7 @@ class SentPrompt(Struct, array_like=True, eq=False):
 
 
 class PromptLog:
-    """Prompts that this router sent and other routers have not received yet."""
+    """Prompts that this router sent to replicas and has not announced to other routers yet."""
 
     def __init__(self) -> None:
         self._pending: deque[SentPrompt] = deque()
@@ -98,7 +98,7 @@ class OwnerMap:
         self.remember(key, replica)
 
     async def take_announcements(self, most: int) -> list[tuple[str, str]]:
-        """Waits for announcements; removes and returns the ``most`` oldest: (key, owner)."""
+        """Waits for announcements; removes the oldest ``most``, and returns (key, owner) pairs."""
         await self._has_pending.wait()
         taken = [self._pending.popleft() for _ in range(min(most, len(self._pending)))]
         if not self._pending:

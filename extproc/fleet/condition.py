@@ -47,10 +47,10 @@ class Condition:
     ) -> bool:
         """Takes a polled state; returns True if the choice of candidates may change.
 
-        ``idle`` and ``prefilled_sent_at``, as in :meth:`Eligibility.polled`, can show that figures
-        are frozen: under load, a prompt was prefilled, and yet no counter has moved since before it
-        was sent. Without load, the gauges of vLLM up to 0.10.1 still show requests if all were
-        aborted at once (vllm#22545), although the routers know of none.
+        ``idle`` and ``prefilled_sent_at`` (see :meth:`Eligibility.polled`) reveal frozen figures.
+        Either a prompt was prefilled, but no counter has moved since before the prompt was sent. Or
+        the gauges show requests, but no router knows of any: vLLM up to 0.10.1 leaves its gauges
+        unchanged if all requests are aborted at once (vllm#22545).
         """
         before, self.state = self.state, state
         if is_scraped := state.scraped_at != before.scraped_at:

@@ -75,8 +75,7 @@ class DigestSource:
         return digest
 
     def _counts(self) -> Floats:
-        """Returns the figures of each replica that change whenever a request is dispatched or
-        ends."""
+        """Returns, by replica, the figures that change whenever a request is dispatched or ends."""
         replicas = self._replicas
         return np.array([replicas.requests, replicas.queued, replicas.enqueued])
 

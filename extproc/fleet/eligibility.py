@@ -47,7 +47,7 @@ class Eligibility:
         self._failed_at = -inf  # last failure of any replica
         self._stalls_checked_at = clock()
         self._changed = False
-        self._next_end = inf  # when the next exclusion ends by time
+        self._next_end = inf  # end of the next exclusion that lasts a fixed time
         self._candidates: dict[tuple[str, frozenset[str] | None, bool], Candidates] = {}
 
     # -- events -----------------------------------------------------------------------------
@@ -222,13 +222,13 @@ class Eligibility:
         return self._members[replica].scraped_at
 
     def can_serve(self, model: str, among: frozenset[str] | None) -> bool:
-        """Returns True if a member that lists the model may get a request for it now. (If no member
-        lists the model, any may get the request.) ``among``: members to choose from; None: all."""
+        """Returns True if a member that lists the model may get a request for it now; False also if
+        no member lists the model. ``among``: members to choose from; None: all."""
         usable = self.candidates(model, among).ids
         return any(self._serves(model, self._members[name]) for name in usable)
 
     def adapter(self, replica: str, model: str) -> str:
-        """Returns the member's name for the model if that is a LoRA adapter, else an empty text."""
+        """Returns the model's name on a member if the model is a LoRA adapter there, else ""."""
         member = self._members[replica]
         name = self._names.known(model, member.models) or ""
         return name if name in member.adapters else ""
@@ -316,7 +316,7 @@ class Eligibility:
         self, model: str, listed: bool, response_visible: bool, trials: bool = True
     ) -> tuple[tuple[reasons.Reason, _Rule], ...]:
         """Returns the rules of all reasons except NEW, in their order. With an empty ``model``,
-        OTHER_MODEL excludes no member."""
+        OTHER_MODEL excludes no member; with ``listed`` it may exclude all members."""
         now, other = self._clock(), replace(reasons.OTHER_MODEL, covers_all=listed)
 
         def ejected(member: Condition) -> bool:
@@ -350,7 +350,8 @@ class Eligibility:
             self._changed |= member.check_stall(name in stale, now)
 
     def _set_new(self, member: Condition) -> None:
-        """Begins slow start when a member is first healthy; ends it when the member is measured."""
+        """Begins slow start when a member is first healthy, if a member was measured before; ends
+        slow start when the member itself is measured."""
         was_new = member.new
         if member.state.measured:
             self._any_measured, member.new = True, False

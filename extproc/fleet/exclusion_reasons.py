@@ -20,8 +20,8 @@ class Reason:
 
     name: str
     row: str
-    """Cells of its row in docs/operations/troubleshoot.md: set by, cleared by, longest time,
-    requests meanwhile, most replicas that it excludes."""
+    """Cells of the reason's row in docs/operations/troubleshoot.md: set by, cleared by, longest
+    time, requests meanwhile, most replicas that the reason excludes."""
     covers_all: bool = False  # True: may exclude every replica
 
 

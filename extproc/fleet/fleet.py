@@ -48,9 +48,9 @@ _VIEW_COLUMNS = len(Columns.__annotations__)
 class Fleet:
     """Replicas of a pool, this router's requests on them, and the load that other routers report.
 
-    Events that concern several parts in a certain order are methods here: a poll, a digest, and a
-    request that is dispatched, retried elsewhere or ended. The view for policies is a method, too.
-    Callers reach a single part through its attribute.
+    Events that several parts must handle in a certain order are methods here: a poll, a digest, and
+    a request that is dispatched, retried elsewhere or ended. So is the view for policies. Callers
+    reach a single part through its attribute.
 
     Between polls, :class:`~extproc.fleet.progress.Progress` moves the requests forward. A poll
     corrects the count of steps and the prefilled tokens.
@@ -64,7 +64,7 @@ class Fleet:
         names: ModelNames | None = None,
         address: str = "router",
     ) -> None:
-        """``address``: host and port of this router, with which its name begins."""
+        """``address``: host and port of this router, the first part of its name."""
         self.router = f"{address}:{uuid4().hex[:8]}"  # name among routers, new with each start
         self.members_known = asyncio.Event()  # set once the first replicas are members
         self.pollers: Mapping[str, Sequence[str]] | None = None
@@ -154,8 +154,8 @@ class Fleet:
         self.adapters.polled(row, state, asked_at, now)  # forecasts from the corrected requests
 
     def _set_hardware(self, row: int, state: ReplicaState) -> None:
-        """Sets limits and step times of a replica: as measured, or else as in its profile,
-        corrected by first tokens."""
+        """Sets a replica's limits, and its step times: learned ones or else the profile's; first
+        tokens correct them until a poll has measured the replica."""
         before, profile = usual_step(self._replicas, row), profile_or_default(state.profile).step
         step = state.learned or profile
         if row in self._unmeasured:
@@ -183,8 +183,7 @@ class Fleet:
         self.blocks.forget(replica)
 
     def drop_stale(self, after: float) -> None:
-        """Removes replicas without an update for ``after`` seconds while other replicas were
-        updated.
+        """Removes replicas without an update for ``after`` s while other replicas were updated.
 
         Also forgets dead peers, and KV blocks of replicas that are no members.
         """
@@ -234,7 +233,7 @@ class Fleet:
 
     @property
     def external_requests(self) -> float:
-        """Sequences on the replicas that no router accounts for."""
+        """Sequences that no router accounts for, on all replicas together."""
         return float(self._replicas.external.sum())
 
     def in_flight_on(self, replica: str) -> int:
@@ -336,7 +335,7 @@ class Fleet:
             self._corrections.observe(row, predicted, actual, self._clock(), slower)
 
     def _slower(self, row: int, step: float) -> float:
-        """Returns the present time of a usual step ÷ its earlier time ``step``; 1 if that is 0."""
+        """Returns the seconds of a usual step now ÷ earlier (``step``); 1 if ``step`` is 0."""
         return usual_step(self._replicas, row) / step if step else 1.0
 
     def reported(self, replica: str, expected: float, prompt: float, tokens: float) -> None:
@@ -474,8 +473,7 @@ class Fleet:
         return self._view(self.eligibility.all_members())
 
     def warm_tokens(self, replica: str) -> float:
-        """Returns the tokens in a member's prefix cache, as the member reports or else as the index
-        expects."""
+        """Returns the tokens in a member's prefix cache: as reported, or else as estimated."""
         row, blocks = self._rows[replica], self.blocks.count(replica)
         if blocks is None:
             return self._prefixes.tokens(row)
@@ -508,8 +506,8 @@ class Fleet:
         return view
 
     def prefix_hits(self, prefix: Prefix, view: FleetView) -> PrefixHits:
-        """Returns the cached tokens of a prompt on each candidate, as the candidate reports or else
-        as the index expects."""
+        """Returns the cached tokens of a prompt on each candidate: reported by the candidate, or
+        else expected by the prefix index."""
         hits = self._prefixes.hits(prefix, view.rows)
         reported = self.blocks.hits(prefix, view.adapters, view.ids)
         if reported is None:

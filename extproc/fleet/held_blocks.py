@@ -84,8 +84,7 @@ class HeldBlocks:
         return not is_up_to(last, update.number) if update.whole else update.previous == last
 
     def apply(self, replica: str, update: BlockUpdate) -> Iterator[None]:
-        """Applies an update in steps, between which the event loop may run; :meth:`follows` must
-        hold."""
+        """Applies an update that :meth:`follows`, in steps between which the event loop may run."""
         blocks = self._replica(replica)
         for _ in self._steps(blocks, update):
             yield

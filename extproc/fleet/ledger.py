@@ -149,8 +149,8 @@ class Ledger:
     def _enqueue(
         self, replica: int, tokens: float, parts: float, priority: float
     ) -> tuple[float, float]:
-        """Queues a prompt behind all others, or before prompts of lower priority; returns the new
-        request's ``prompt_end`` and ``turn``."""
+        """Queues a prompt behind all others, or before prompts of lower priority; returns the
+        columns ``prompt_end`` and ``turn`` of its request."""
         replicas, requests = self._replicas, self._requests
         turn = replicas.sent.item(replica) + parts
         replicas.sent[replica] = turn
@@ -184,7 +184,7 @@ class Ledger:
         return rows[(replicas.by_priority[on] > 0.0) & ~begun]
 
     def _dequeue(self, row: int) -> None:
-        """Removes from the replica's backlog the part of a prompt that is not prefilled.
+        """Removes the unprefilled part of a request's prompt from the backlog of its replica.
 
         The prompts behind move up. Finding them among 12,000 requests in flight takes numpy 5 µs,
         and is needed only for a request without a first token.

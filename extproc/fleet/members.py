@@ -12,12 +12,11 @@ Targets = tuple[str, ...] | dict[str, float]
 draw from by weight."""
 
 MODELS_REMEMBERED, REMEMBERED_S = 1000, 3600.0
-"""Models that are remembered after the last replica stopped serving them, and for how long."""
+"""Limits for remembering models that a replica no longer serves: their number, and seconds."""
 
 
 class ModelNames:
-    """Configured model names. Any other name in a request is a name under which replicas serve a
-    model."""
+    """Configured model names; any other name in a request is taken as one that replicas serve."""
 
     def __init__(self, models: Mapping[str, Targets] = MappingProxyType({})) -> None:
         self._lists = {name: to for name, to in models.items() if isinstance(to, tuple)}
@@ -31,7 +30,7 @@ class ModelNames:
         return next((name for name in self.served(model) if name in names), None)
 
     def named(self, model: str, names: Container[str]) -> str:
-        """Returns the model's name that is among ``names`` of a replica; if none is, its first."""
+        """Returns :meth:`known`, or the model's first name if no name of it is among ``names``."""
         return self.known(model, names) or self.served(model)[0]
 
     def requestable(self, served: Iterable[str]) -> list[str]:
@@ -157,8 +156,8 @@ class Staleness:
         self._updated_at.pop(replica, None)
 
     def stale(self, after: float) -> list[str]:
-        """Returns the replicas without an update for more than ``after`` seconds, if updates of
-        other replicas came all that time."""
+        """Returns the replicas without an update for more than ``after`` seconds, if other
+        replicas were updated all that time."""
         if self.heard_at - self._since < after:
             return []
         now = max(self._updated_at.values(), default=0.0)

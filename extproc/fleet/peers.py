@@ -72,7 +72,7 @@ class Peers:
 
     @property
     def addresses(self) -> Collection[str]:
-        """Host and port of each peer, which stay the same when it starts again."""
+        """Host and port of each peer; both stay the same when the peer restarts."""
         return sorted({process_address(name) for name in self._numbers})
 
     @property
@@ -98,10 +98,9 @@ class Peers:
     # -- digests ----------------------------------------------------------------------------
 
     def receive(self, digest: Digest, age: float) -> bool:
-        """Stores a digest that Redis received ``age`` seconds ago, unless a newer one arrived
-        before.
+        """Stores a digest that Redis received ``age`` seconds ago, unless a newer one came before.
 
-        Call :meth:`Progress.advance` before. Returns True if the sums changed.
+        Call :meth:`Progress.advance` first. Returns True if the sums of the peers' load changed.
         """
         now, name, changed = self._clock(), digest.router, False
         if name == self._own:
@@ -124,13 +123,13 @@ class Peers:
         return self.refresh(now) or changed
 
     def connected(self) -> None:
-        """Notes that Redis is back: from now the peers have ``DEAD_S`` to connect again, too."""
+        """Notes that Redis is back: peers, too, get ``DEAD_S`` from now to connect again."""
         self._connected_at = self._clock()
 
     def refresh(self, now: float) -> bool:
         """Determines which peers count, by the age of their last digest, and forgets dead peers.
 
-        Returns True if the sums changed.
+        Returns True if the sums of the peers' load changed.
         """
         if not len(self):
             return False
@@ -146,10 +145,10 @@ class Peers:
         return dead or bool(changed.any())
 
     def _attribute(self, to_peer: NDArray[np.bool_], changed: NDArray[np.bool_]) -> None:
-        """Subtracts from the unattributed load what a peer that counts again had at the last polls;
-        adds the same back when a peer no longer counts.
+        """Subtracts from the unattributed load the polled load of peers that count again
+        (``to_peer``), and adds the polled load of the other ``changed`` peers, which count no more.
 
-        If the peer did not count at a poll, its present load stands for its load at the poll.
+        If a peer did not count at a poll, its present load stands for its load at the poll.
         """
         replicas, load = self._replicas, self._load
         unknown = np.isnan(load[POLLED_ROWS]) & to_peer[:, None]
@@ -159,8 +158,8 @@ class Peers:
         replicas.set_external()
 
     def polled(self, row: int, sequences: bool) -> None:
-        """Stores the peers' KV tokens on a replica at the moment of a poll. If ``sequences``, the
-        poll was on time: also stores their sequences, for comparison with the polled ones."""
+        """Stores the peers' KV tokens on a replica at the moment of a poll; with ``sequences`` (the
+        poll was on time) also the peers' sequences, to compare them with the polled sequences."""
         if not len(self):
             return
         load = self._load[:, :, row]

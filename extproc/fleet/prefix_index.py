@@ -20,8 +20,8 @@ from extproc.replica_state import ReplicaState
 from extproc.request.prefix import Keys, Prefix
 
 _ENOUGH_TOKENS = 10_000.0
-"""Prompt tokens that a replica counts before its hits are compared with the expected ones, so that
-requests sent before the last comparison weigh little."""
+"""Prompt tokens of a replica between two comparisons of its hits with the expected hits: enough for
+requests in flight at a comparison to weigh little."""
 _PLACES_REMEMBERED = 1000
 _PRIOR_TOKENS = 2_000.0  # weight of the prior: all expected tokens are in the cache
 _FULL_TRUST = 5.0  # expected ÷ reported tokens up to which all expected tokens count
@@ -117,7 +117,7 @@ class _Trust:
         self.of_row[row] = 1.0
 
     def observe(self, row: int, expected: float, reported: float) -> None:
-        """Updates a replica's factor by its expected and its reported cached tokens."""
+        """Updates a replica's factor from its expected and reported cached tokens."""
         if expected <= 0.0:
             return
         sums = self._sums[:, row]
@@ -154,7 +154,7 @@ class PrefixIndex:
         self._trust.reset(row)
 
     def enter(self, row: int, prefix: Prefix, capacity: float) -> None:
-        """Enters a prompt sent to the replica in a row; ``capacity``: tokens in its KV cache."""
+        """Adds a prompt sent to the replica of ``row``; ``capacity``: tokens in the KV cache."""
         keys, cache = prefix.keys.tolist(), self._caches[row]
         cache.sent += prefix.tokens
         if not keys or prefix.unit <= 0.0:
@@ -210,12 +210,12 @@ class PrefixIndex:
         )
 
     def reported(self, row: int, expected: float, prompt: float, tokens: float) -> None:
-        """Updates a replica's trust by a response that reports the cached tokens of its prompt."""
+        """Updates the trust in a replica from a response that reports ``tokens`` cached tokens."""
         self._caches[row].reported += prompt
         self._trust.observe(row, expected, tokens)
 
     def polled(self, row: int, state: ReplicaState) -> None:
-        """Updates a replica's trust by its counters if most of its responses report no hits."""
+        """Updates the trust in a replica from its counters, if most responses report no hits."""
         cache = self._caches[row]
         self._blocks[row] = state.block_size
         before = cache.before = cache.before or state

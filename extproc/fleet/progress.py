@@ -88,8 +88,8 @@ class Progress:
                 self.refresh()
 
     def corrected(self, row: int, own: Indices) -> None:
-        """Computes the sums of a replica anew after a poll has corrected its counts; ``own``: rows
-        of its requests, which are updated, too."""
+        """Updates a replica's sums, and its requests (``own``: their rows), after a poll corrected
+        the replica's counts."""
         requests, replicas = self._requests, self._replicas
         kv = 0.0
         if len(own):
@@ -109,7 +109,7 @@ class Progress:
             self._look_ahead(own)
 
     def refresh(self) -> None:
-        """Computes all requests and sums anew from the replicas' counts."""
+        """Brings requests, and their sums by replica, up to date with the replicas' counts."""
         if self._changed:
             self._changed = False
             self._looked_ahead = False
@@ -163,7 +163,8 @@ class Progress:
             peers.move(part, (replicas.steps - before) * replicas.tokens_per_step)
 
     def _prefill(self, elapsed: float, queue: Floats) -> tuple[Floats, Floats]:
-        """Prefills the replicas' queues; returns the seconds taken and the share prefilled of each.
+        """Prefills for ``elapsed`` seconds. Returns, by replica, the seconds used and the part of
+        the ``queue`` (prompt tokens) that was prefilled.
 
         The order of prompts from several routers is unknown, so every router's backlog shrinks by
         the same share.
@@ -181,7 +182,7 @@ class Progress:
         return done / rate, part
 
     def _start_decoding(self) -> bool:
-        """Starts the requests whose prompt is prefilled; returns True if there were any."""
+        """Lets requests with a prefilled prompt decode; returns True if there were any."""
         requests, replicas = self._requests, self._replicas
         waiting = (requests.steps_before == inf).nonzero()[0]
         if not len(waiting):

@@ -28,7 +28,7 @@ class Reconciliation:
         self._peers = peers
 
     def set_hardware(self, row: int, state: ReplicaState, step: StepModel) -> None:
-        """Sets step times and limits of a replica from its state, or else from its profile."""
+        """Sets a replica's step times to ``step``; its limits come from its state or profile."""
         replicas, profile = self._replicas, profile_or_default(state.profile)
         replicas.c0[row] = max(step.c0, _SHORTEST_STEP)
         replicas.c_prefill[row] = step.c_prefill
@@ -48,7 +48,7 @@ class Reconciliation:
         replicas.tokens_per_step[row] = state.tokens_per_step
 
     def restarted(self, row: int, steps: float) -> None:
-        """Restarts the counts of a replica whose process restarted."""
+        """Begins a replica's counts anew: its process restarted, and has made ``steps`` steps."""
         replicas, requests = self._replicas, self._requests
         own = requests.replica == row
         requests.steps_before[own] -= replicas.steps[row] - steps
@@ -115,8 +115,8 @@ class Reconciliation:
         replicas.external_backlog[row] = waiting * prompt
 
     def _correct_kv(self, row: int, at_poll: Indices, state: ReplicaState, age: float) -> None:
-        """Sets the unattributed KV tokens: the polled tokens without those of running requests of
-        this router and of the peers.
+        """Sets the unattributed KV tokens: the polled tokens minus the tokens of this router's
+        running requests and of the peers.
 
         The requests that were sent first are taken to be the running ones. A later request may
         count as begun although it had not reached the replica at the poll. Its KV tokens are not
@@ -150,9 +150,9 @@ class Reconciliation:
         most the end of that prompt, or its start plus a step's token budget if that is more.
 
         If other senders have requests on the replica, only the replica's queue tells the range.
-        Prompts that left the queue are prefilled, except for the last prompt or one step's tokens.
-        If the queue is longer than the number of requests of other senders, the excess is this
-        router's, and not prefilled. Requests sent after the poll are not corrected.
+        Prompts that left the queue are prefilled, except for the last one or, if that is more, the
+        tokens of one step. If the queue is longer than the number of other senders' requests, the
+        excess is this router's, and not prefilled. Requests sent after the poll are not corrected.
         """
         replicas, requests = self._replicas, self._requests
         counts_firsts = state.first_tokens > 0 or state.generated_tokens == 0
@@ -181,7 +181,7 @@ class Reconciliation:
     def _last_begun(
         self, row: int, order: Indices, state: ReplicaState, queued: float, alone: bool
     ) -> float:
-        """Returns the ``turn`` up to which this router's sequences have a first token.
+        """Returns the last ``turn`` (number of a sequence in order of prefills) with a first token.
 
         ``queued``: sequences of this router in the replica's queue. ``alone``: the replica has no
         requests of other senders.
@@ -191,7 +191,7 @@ class Reconciliation:
         firsts = state.first_tokens - replicas.polled_firsts.item(row)
         replicas.polled_firsts[row] = state.first_tokens
         if alone:
-            # First tokens observed before the previous poll are counted; later ones may not be.
+            # Polled are all first tokens observed before the previous poll, perhaps later ones.
             begun = max(replicas.begun.item(row) + firsts, replicas.known_before.item(row))
         else:
             started = order[requests.steps_before[order] < inf]

@@ -82,7 +82,7 @@ class Exchange:
         return headers
 
     async def refuse(self, refusal: Refusal) -> None:
-        """Answers the client with the error; if the router only observes, Envoy goes on instead."""
+        """Answers the client with the error; if the router only observes, lets Envoy go on."""
         self.body.release()
         if self.steered:
             reason = refusal.code or refusal.kind
@@ -265,7 +265,7 @@ class Exchange:
         self.services.metrics.requests.add("passed")
 
     def observe(self, decision: Decision) -> None:
-        """Keeps the decision until the response shows Envoy's choice, to compare the two."""
+        """Keeps the decision, to compare it with Envoy's choice, which the response will show."""
         decision.drop_large_parts()
         outcome, sent_at = self._logged(decision, observed=True), self.services.clock()
         samples = not self._envoy_waits

@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
 _VARIED_S, _VARIED_BY = 0.2, 0.618
-"""Pauses between turns vary within this range (s), each time by this part of it. A CPU limit stops
-a process in the same part of every 100 ms: equal pauses would all end in such a stop, or none."""
+"""Pauses vary within a range of this width (s), from one to the next by this part of the range.
+If a CPU limit stops the process for a part of every 100 ms, equal pauses might all end in stops."""
 _WARNINGS_EVERY = 5  # turns of the loop in ``run``
 _REFUSED = "requests refused: add or start replicas, or change the limits (docs/overload.md)"
 _FAILED = "requests failed on replicas: read the log of each replica"

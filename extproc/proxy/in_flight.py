@@ -189,8 +189,8 @@ class InFlight:
     def _not_followed(self, upstream: Upstream) -> NotFollowed | None:
         """Returns why a replica other than the chosen one answered; None: the chosen replica did.
 
-        An address that no replica has belongs to a tunnel or a sidecar. The choice then counts as
-        followed, unless Envoy reports attempts, but not the router's choice.
+        An address of no replica is a tunnel's or a sidecar's. The choice then counts as followed,
+        unless Envoy reports attempts without the router's choice.
         """
         address, attempts, held = upstream.address, upstream.attempts, upstream.destination
         chosen, _, second = self._destination.partition(",")
@@ -315,7 +315,7 @@ class Observed(NamedTuple):
         return InFlight(services, by_envoy, replica, self.outcome, observed=self)
 
     def measure(self, by_envoy: float, actual: float) -> None:
-        """Adds completion times (s) to the metrics; ``by_envoy``: predicted for Envoy's choice."""
+        """Adds to the metrics the ``actual`` seconds, and those predicted for both choices."""
         by_router = self.decision.predicted_completion
         if isfinite(by_router) and isfinite(by_envoy):
             seconds = self.services.metrics.observed_seconds

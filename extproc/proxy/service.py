@@ -106,8 +106,8 @@ class GrpcServer:
         return port
 
     async def watch_replicas(self) -> None:
-        """Reports the health service as ready once the router knows a replica; then ends requests
-        on hung replicas.
+        """Reports the health service as ready once the router knows a replica; from then on, ends
+        requests on hung replicas.
 
         Until the router is ready, Envoy uses other routers. Runs until cancelled.
         """

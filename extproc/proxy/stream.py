@@ -177,7 +177,7 @@ async def _read_headers(exchange: Exchange) -> RequestHeaders | None:
 
 
 def _has_unserved_mode(exchange: Exchange) -> bool:
-    """True if the body mode lets Envoy send a request away before the router has its whole body."""
+    """True if the body mode lets Envoy forward a request before the router has the whole body."""
     unserved = exchange.steered and exchange.body_mode not in _SERVED_MODES
     if unserved:
         _warn_of_body_mode()
@@ -194,7 +194,7 @@ def _warn_of_body_mode() -> None:
 
 
 async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
-    """Passes each message of a request on unchanged, and only then decides as if to route it.
+    """Passes each message of a request on unchanged; then decides as if to route the request.
 
     The router decides when it has the whole request, when it has as much of the request as it may
     hold, or when the response begins, whichever comes first.

@@ -73,9 +73,9 @@ def readable(body: bytes) -> bytes:
 def ending(body: bytes) -> dict[str, object]:
     """Return the fields at the end of a body that is too long to be decoded as a whole.
 
-    Clients may put the model and the bound of the output behind the prompt. The text from a match
-    of ``_NAMES`` to the body's end becomes an object if an opening brace is put before a top-level
-    field. If the matching field is nested, decoding fails, and the next match is tried.
+    Clients may put the model and the bound of the output behind the prompt. ``_NAMES`` finds such a
+    field. With an opening brace before it, the rest of the body is a JSON object if the field is at
+    the top level. If the field is nested, decoding fails, and the next match is tried.
     """
     end = body[-_END:]
     for name in islice(_NAMES.finditer(end), _TRIES):

@@ -1,4 +1,4 @@
-"""Token ids of prompts, exactly those of vLLM, for models whose chat template is known."""
+"""Token ids of prompts, exactly as vLLM computes them, for models with a known chat template."""
 
 import json
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ class ExactPrompts:
         self._special_ids = np.array(tokenizer.encode("").ids, np.uint32)
 
     def read(self, endpoint: Endpoint, fields: Mapping[str, object]) -> TokenizedPrompt | None:
-        """Return a request's prompt; None: there are several prompts, or the ids are unknown."""
+        """Return the token ids of a request's prompt; None: several prompts, or ids unknown."""
         readers = {Endpoint.CHAT: self._read_chat, Endpoint.COMPLETIONS: self._read_prompt}
         try:
             return readers[endpoint](fields) if endpoint in readers else None

@@ -76,8 +76,8 @@ def least_output(sampling: dict[str, object], bound: int | None) -> int:
 def sequences(
     endpoint: Endpoint, sampling: dict[str, object], bound: int | None, prompts: int
 ) -> int:
-    """Return the number of sequences that decode at the same time. Each prompt has ``n``, or as
-    many as the beam is wide."""
+    """Return the number of sequences that decode at the same time. Each prompt has ``n`` of them;
+    in beam search, ``n`` is the width of the beam."""
     if bound == 0:
         return 0
     n = positive_int(sampling.get("n")) if endpoint in _HAVE_N else None

@@ -159,7 +159,7 @@ def _prefix(
 class _Size(NamedTuple):
     """Size of a request's prompts, as fields of the profile.
 
-    From the last three, ratios are learned when the replica reports the prompt's tokens.
+    When the replica reports the prompt's tokens, the last three fields serve to learn ratios.
     """
 
     tokens: int
@@ -194,6 +194,6 @@ def _measure(
 
 
 def _by_length(body: bytes, model: str, counter: TokenCounter) -> int:
-    """Estimate the tokens of a body whose prompt was not found; the middle shows its density."""
+    """Estimate the tokens of a body whose prompt was not found, by what its middle consists of."""
     density = tokens_per_byte(body[: len(body) // 2], 1 / counter.bytes_per_token(model))
     return round(len(body) * density) or media_tokens(len(body), model, counter)

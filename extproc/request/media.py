@@ -18,7 +18,7 @@ CLIP_TOKENS = _CLIP_S * _TOKENS_PER_S  # estimate for audio of unknown size
 
 LARGE_BODY = 8 * 2**20
 """Bytes. The router reads a larger body only if it must: behind Envoy 1.40, a body of 8 MB reached
-the router after 30 ms, and 40 MB after 240 to 380 ms. Envoy's default is to wait 200 ms."""
+the router after 30 ms, and 40 MB after 240 to 380 ms. By default Envoy waits 200 ms for a reply."""
 _MEDIUM = 2**20  # bytes that count as one image
 _ENDS = 16_384  # bytes at either end of a form that are searched for its fields
 _FIELD = re.compile(
@@ -50,7 +50,7 @@ def of_length(
 
 
 def media_tokens(length: int, model: str, tokens: TokenCounter) -> int:
-    """Estimate the tokens of ``length`` bytes of images, or other data in base64."""
+    """Estimate the tokens of ``length`` bytes of base64: images or other data."""
     return tokens.image_tokens(model) * ceil(length / _MEDIUM)
 
 

@@ -13,7 +13,7 @@ class Objective(NamedTuple):
     priority: int = 0  # queued requests of a higher priority go first
     sheddable: bool = False  # refused if the request would miss a target
     ttft_s: float = inf  # until the first token; infinite, here and below: no target
-    tpot_s: float = inf  # for each further token, on average
+    tpot_s: float = inf  # for each token after the first, on average
     completion_s: float = inf  # until the last token
 
     @property
@@ -26,8 +26,8 @@ class Objective(NamedTuple):
         return min(self.tpot_s, self.completion_s) < inf
 
     def due_s(self, decode: float) -> float:
-        """Return the latest time for the first token, in seconds after the arrival, so that first
-        and last token meet their targets. ``decode``: seconds between these two tokens."""
+        """Return the latest time for the first token, in seconds after the arrival, at which both
+        first and last token meet their targets. ``decode``: seconds between these two tokens."""
         return min(self.ttft_s, self.completion_s - decode)
 
 

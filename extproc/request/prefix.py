@@ -36,8 +36,8 @@ class Prefix:
     tokens: float  # of the whole prompt, including the parts without keys
     whole: int = 0  # key of the whole prompt; 0: not known
     previous_key: int = 0
-    """Key of the part before the last answer, which was the previous prompt; 0: no answer. The
-    replica that gave the answer has both in its cache."""
+    """Key of the previous prompt: the part before the last answer; 0: no answer. The replica that
+    gave this answer has the previous prompt and the answer in its cache."""
     previous_tokens: float = 0.0  # tokens up to the end of that answer
     ids: Ids = field(default_factory=lambda: _NO_IDS)  # of all tokens, if known
     salt: str = ""  # only prompts with the same salt share the cache
@@ -79,7 +79,7 @@ def seed_of(*names: str) -> int:
 
 
 def unit_keys(data: bytes, seed: int) -> Keys:
-    """Return a key for each whole unit (``UNIT_BYTES``): a hash of ``data`` to the unit's end."""
+    """Return a key for each whole unit (``UNIT_BYTES``): a hash of all bytes up to its end."""
     units = min(len(data) // UNIT_BYTES, _MOST_UNITS)
     return token_keys(np.frombuffer(data, "<u4", units * _UNIT_WORDS), _UNIT_WORDS, seed)
 

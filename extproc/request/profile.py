@@ -48,7 +48,7 @@ class RequestProfile:
 
     @property
     def parts(self) -> int:
-        """Sequences as an engine counts them: prompts without output count, too."""
+        """Sequences as an engine counts them: a prompt without output counts as one."""
         return max(self.sequences, self.prompts)
 
     @property

@@ -149,7 +149,7 @@ class Prompt:
             self._add_message(message)
 
     def _add_message(self, message: dict[str, object]) -> None:
-        """Add a message: the template's tokens, its content, its tool calls or their results."""
+        """Add a message: content, tool calls or their results, and the template's tokens."""
         self.tokens += TOKENS_PER_MESSAGE
         start, role = len(self._rendered), _role(message)
         self._rendered.append(role)

@@ -42,7 +42,7 @@ class CachingTokenizer:
 
     A token depends on the text that follows it. So the tokens that begin in a unit are stored under
     a hash of the text up to the end of the next unit. Tokenization starts again with the last unit
-    found. If that unit ends in the same tokens as stored, the units before it are valid, too.
+    found. If its last tokens come out as stored, the units before it are valid, too.
     """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:

@@ -26,7 +26,7 @@ _MAX_TEXTS = 1_024  # messages, texts and media in a prompt; with more, its toke
 
 
 class TokenSettings(Protocol):
-    """Initial ratios and tokenizers, as in :class:`~extproc.config.RequestSettings`."""
+    """Settings for token counts, from :class:`~extproc.config.RequestSettings`."""
 
     @property
     def bytes_per_token(self) -> float: ...

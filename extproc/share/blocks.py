@@ -94,8 +94,8 @@ class BlockWriter:
 
 
 class BlockReader(ChannelReader[ReplicaBlockUpdate]):
-    """Yields block updates that ``held`` can apply next. The caller must apply each update before
-    asking for the next update."""
+    """Yields block updates that :class:`HeldBlocks` can apply next. The caller must apply each
+    update before asking for the next one."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class BlockReader(ChannelReader[ReplicaBlockUpdate]):
                 yield stored
 
     async def _stored(self, replica: str) -> AsyncIterator[ReplicaBlockUpdate]:
-        """Yields a replica's stored updates; skips all that do not follow the last one applied."""
+        """Yields those of a replica's stored updates that follow the last applied update."""
         key = self._keys.blocks + replica
         self._read_at[replica] = self._clock()
         try:

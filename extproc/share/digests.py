@@ -81,7 +81,7 @@ class DigestReader(ChannelReader[DigestEvent]):
 
 
 async def living_routers(redis: Redis, pool: str) -> dict[str, str]:
-    """Returns the admin address of each router of a pool, by router name; empty: not known."""
+    """Returns the admin address of each router of a pool, by router name; empty if not known."""
     skips, found = Skips(), dict[str, str]()
     keys = await keys_after(redis, Keys(pool).router)
     async for page in stored_values(redis, keys):

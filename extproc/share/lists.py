@@ -37,7 +37,7 @@ LISTS = EnvelopeKind("lists", Lists)
 
 @lru_cache(maxsize=256)
 def sealed_lists(models: tuple[str, ...], adapters: tuple[str, ...]) -> tuple[str, bytes]:
-    """Returns the hash of the lists, and their envelope."""
+    """Returns the hash and the envelope of these lists."""
     value = LISTS.seal(Lists(models, adapters))
     return blake2b(value, digest_size=12).hexdigest(), value
 
@@ -51,7 +51,7 @@ def sealed(state: ReplicaState) -> bytes:
 
 
 class KnownLists:
-    """Cache of the lists to which each replica's last state referred; Redis has the other lists."""
+    """Cache of the lists to which each replica's last state referred; Redis is asked for others."""
 
     def __init__(self, redis: Redis, pool: str, skips: Skips) -> None:
         self._redis = redis
@@ -63,7 +63,7 @@ class KnownLists:
         self._last.pop(replica, None)
 
     def keep(self, replicas: Container[str]) -> None:
-        """Forgets the lists of all other replicas."""
+        """Forgets the lists of all replicas except ``replicas``."""
         self._last = {id_: last for id_, last in self._last.items() if id_ in replicas}
 
     async def complete(self, changes: Collection[Any]) -> list[Any]:

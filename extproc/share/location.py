@@ -46,7 +46,7 @@ class Server:
         return self._kind + ",".join(join_address(*node) for node in self._nodes)
 
     async def find(self) -> Node:
-        """Asks all nodes at once, since some may hang, and returns the first answer."""
+        """Asks all nodes for the server; the first answer counts, because some may hang."""
         if self._ask is None:
             return self._nodes[0]
         problems = []

@@ -120,7 +120,7 @@ class ChannelReader(Reader[T]):
         """Yields the changes in a message."""
 
     def _caught_up(self) -> None:
-        """Called after the last message that was pushed before the stored values were read."""
+        """Called after the last message that Redis pushed while the stored values were read."""
 
 
 async def _messages_of(pubsub: PubSub) -> AsyncGenerator[dict[str, Any]]:

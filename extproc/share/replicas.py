@@ -24,7 +24,7 @@ _MAX_IN_MESSAGE = 16
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All states in Redis, read first and again whenever pushes may have been missed."""
+    """All states in Redis, read at the start and whenever pushes may have been missed."""
 
     states: tuple[ReplicaState, ...]
     ages: dict[str, float] = field(default_factory=dict, compare=False)
@@ -79,7 +79,7 @@ class StateWriter:
         self._ttl_ms = max(1, round(ttl_s * 1000))
 
     async def put(self, states: Sequence[ReplicaState]) -> None:
-        """Writes states in one round trip, or two if Redis lacks a list."""
+        """Writes states in one round trip, or in two if Redis lacks a list of models."""
         if not states:
             return
         keys = [self._keys.replica + state.id for state in states]
@@ -161,8 +161,8 @@ class StateReader(ChannelReader[Change]):
         """Returns False for a state that is older than the snapshot's state, because the lower
         counters of an older state would look like a restart of the replica.
 
-        Times are compared only until the reader has caught up, because the clocks of two pollers
-        may differ.
+        Times of scrapes are compared only until the reader has caught up, because the clocks of two
+        pollers may differ.
         """
         if not isinstance(change, Put):
             return True

@@ -204,8 +204,8 @@ def test_invalid_value_is_one_line_in_words_of_yaml(text: str, problem: str, wri
         ("replicas: [{url: a:1, kv_events_port: 5557}]", "replicas.0: ",
          "kv_events_port and kv_events_replay_port go together"),
         *((f"hold: {{objectives: {{{objectives}}}}}", "hold", reason) for objectives, reason in (
-            ("a: {tenants: [x]}, b: {tenants: [x]}", "several objectives have the tenants x"),
-            ("a: {models: [m]}, b: {models: [m]}", "several objectives have the models m"),
+            ("a: {tenants: [x]}, b: {tenants: [x]}", "tenants in several objectives: x"),
+            ("a: {models: [m]}, b: {models: [m]}", "models in several objectives: m"),
             ("a: {sheddable: true}", "objective 'a' is sheddable and has no target"))),
         *((f"{section}: {{{name}: a.pem}}", section, "tls_cert and tls_key")
           for section in ("serve", "eds") for name in ("tls_cert", "tls_key", "tls_client_ca")),
