@@ -191,7 +191,7 @@ class Reconciliation:
         firsts = state.first_tokens - replicas.polled_firsts.item(row)
         replicas.polled_firsts[row] = state.first_tokens
         if alone:
-            # Polled are all first tokens observed before the previous poll, perhaps later ones.
+            # This poll includes first tokens observed before the previous poll, perhaps later ones.
             begun = max(replicas.begun.item(row) + firsts, replicas.known_before.item(row))
         else:
             started = order[requests.steps_before[order] < inf]

@@ -315,7 +315,7 @@ class Observed(NamedTuple):
         return InFlight(services, by_envoy, replica, self.outcome, observed=self)
 
     def measure(self, by_envoy: float, actual: float) -> None:
-        """Adds to the metrics the ``actual`` seconds, and those predicted for both choices."""
+        """Adds completion times (s) to the metrics; ``by_envoy``: prediction for Envoy's choice."""
         by_router = self.decision.predicted_completion
         if isfinite(by_router) and isfinite(by_envoy):
             seconds = self.services.metrics.observed_seconds
