@@ -37,7 +37,7 @@ async def routers_to_ask(
             router at ``serve.admin`` if Redis names none.
 
     Returns:
-        The routers by name, and notes on routers that are not asked.
+        The routers, sorted by name, and notes on why others are missing.
     """
     own = AskedRouter(named or config.serve.admin)
     if named is not None or config.state != "redis":

@@ -114,7 +114,7 @@ def _running(dump: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refused(dump: dict[str, Any]) -> Iterator[str]:
-    """Yield the reason of each resource whose last version Envoy refused."""
+    """Yield why Envoy refused the last version of resources."""
     for lists in (_LISTENERS, _CLUSTERS, _ROUTES):
         for entry in _entries(dump, *lists):
             if "error_state" in entry:

@@ -45,9 +45,9 @@ class _Slots:
 class AdapterSlots:
     """Forecast of when replicas have a slot for an adapter, from polls and this router's requests.
 
-    Each request and each poll renews the replica's forecast. When the last request for an adapter
-    ends, the next waiting adapter gets its slot. So the k-th waiting adapter gets a slot when k of
-    the adapters ahead of it have no request left. Decisions read the forecasts.
+    Each request and each poll renews the replica's forecast. An adapter without requests gives its
+    slot to the next waiting adapter. So the k-th waiting adapter gets a slot when k adapters, of
+    those in the batch and those waiting before it, have no request left.
     """
 
     def __init__(

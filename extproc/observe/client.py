@@ -104,8 +104,8 @@ async def _get(
             yield response
     except aiohttp.SocketTimeoutError:
         raise RouterUnavailableError(
-            f"the router at {url} accepts connections, but does not answer: if its /livez does not "
-            "answer either, it hangs: restart it"
+            f"the router at {url} accepts connections, but does not answer; if its /livez does not "
+            "answer, either, restart the router: it hangs"
         ) from None
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise RouterUnavailableError(

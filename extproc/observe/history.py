@@ -38,7 +38,7 @@ class History:
         return self._clock() - self._started_at
 
     def look(self) -> None:
-        """Store the totals, if the last stored totals are ten seconds old."""
+        """Store the totals, if the last ones are at least ten seconds old."""
         now = self._clock()
         if now - self._totals[-1][0] >= _EVERY_S:
             self._totals.append((now, self._now()))

@@ -110,7 +110,7 @@ class Recorder:
 
         Args:
             seconds: time since dispatch.
-            counted: output tokens of each sequence, counted by the replica's steps.
+            counted: output tokens of each sequence, estimated from the replica's steps.
             failed: the replica gave no answer, or an error.
             cut: the router read the response, which broke off.
         """

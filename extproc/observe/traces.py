@@ -141,8 +141,8 @@ class Trace:
         _set(self._request, request)
 
     def ended(self, result: str, error: str = "") -> None:
-        """End ``route``; ``result``: as in ``extproc_requests_total``; ``error``: why the
-        request was refused; empty: it was not."""
+        """End ``route``; ``result``: as in ``extproc_requests_total``; ``error``: reason of a
+        refusal, else empty."""
         self._route.set_attribute("extproc.result", result)
         if error:
             self._route.add_event("refused", {"why": error})

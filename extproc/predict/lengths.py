@@ -219,12 +219,12 @@ class OutputLengths:
     ) -> Floats:
         """Returns the expected number of tokens that each sequence still generates.
 
-        The result is at least 1 while the progress is at least 1 below the bound. A sequence that
-        is longer than all sequences seen so far is expected to become half as long again.
+        The number is at least 1, unless less is left to the bound. A sequence that is longer than
+        all sequences seen so far is expected to reach 1.5 times its progress.
 
         Args:
-            alive: indices that :meth:`reached` returned for the sequences.
-            cut: for each sequence, the second index that :meth:`place` returned for its row.
+            alive: bucket of each progress, from :meth:`reached`.
+            cut: bucket of each bound, from :meth:`place`.
             progress: tokens generated, at most ``bound``.
             bound: most tokens that the sequence may generate.
             least: fewest tokens that the sequence will generate.

@@ -279,7 +279,7 @@ class Exchange:
             self._trace.ended(result)
 
     async def wait_in_queue(self, until: asyncio.Future[Any], reason: str) -> None:
-        """Asks Envoy to wait for the reply, and waits until ``until`` is done.
+        """Waits for ``until``, and lets Envoy wait, too; ``reason``: for the trace.
 
         Raises:
             Left: the stream ends first.

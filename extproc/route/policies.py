@@ -77,10 +77,10 @@ def completion(situation: Situation) -> Floats:
     """``completion + w·cost to others + avoidable prefill``, in seconds.
 
     The weight w is :attr:`Prediction.cost_weight`: 1 if the response is not streamed and has no
-    target for its first token. For a streamed response w is mostly the square of the KV pressure.
-    With free KV space the request's own completion decides. On a full replica, where all requests
-    wait, the time that others lose counts as well. With w = 1, streamed requests with long prompts
-    would queue behind each other, only to spare decoding sequences.
+    target for its first token. Otherwise w is mostly the square of the KV pressure. With free KV
+    space the request's own completion decides. On a full replica, where all requests wait, the time
+    that others lose counts as well. With w = 1, long prompts of streamed requests would queue
+    behind each other to spare decoding sequences.
     """
     prediction = situation.prediction
     cost_to_others = prediction.cost_weight * prediction.cost_to_others

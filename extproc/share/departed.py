@@ -19,8 +19,8 @@ class DepartedModels:
     """
 
     def __init__(self, redis: Redis, pool: str, most: int, life_s: float) -> None:
-        """``most``: size of the set, which keeps the models served last; ``life_s``: seconds for
-        which Redis keeps the set after a write."""
+        """``most``: departed models to keep, those served most recently; ``life_s``: seconds for
+        which Redis keeps them after a write."""
         self._redis = redis
         self.key = Keys(pool).departed_models
         self._most = most

@@ -102,7 +102,9 @@ class ChaosStack(Stack):
     def _recipe(self, name: str) -> tuple[Sequence[str | Path], Check]:
         command, ready = super()._recipe(name)
         if name == "envoy":  # clients keep connections to a replaced listener for so long
-            return [*command, *flags({"drain-time-s": _DRAIN_S})], ready
+            # Each connection ends after its next response, so that none is cut at the end.
+            drain = {"drain-time-s": _DRAIN_S, "drain-strategy": "immediate"}
+            return [*command, *flags(drain)], ready
         return command, ready
 
     def _configuration(self) -> dict[str, Any]:

@@ -253,7 +253,7 @@ async def test_hung_router_is_an_error_of_its_own(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         (line,) = await run(command, "--router", address, status=1)
-    accepts = f"the router at http://{address} accepts connections, but does not answer: if its"
+    accepts = f"the router at http://{address} accepts connections, but does not answer; if its"
     assert line.startswith(f"extproc {command}: {accepts}")
 
 

@@ -1,4 +1,4 @@
-"""Answers of the endpoints that generate text, in one piece or streamed, and stored responses."""
+"""Answers of the endpoints that generate text, whole or streamed, and stored responses."""
 
 import asyncio
 import json
