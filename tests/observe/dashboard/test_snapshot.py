@@ -448,7 +448,7 @@ def test_missing_pollers_and_a_missing_redis_are_warned_of(services: Services) -
     assert only_warning(services).startswith(NO_POLLER)
     assert ["Pollers", "none reaches Redis"] in page(services)["facts"]
     services.delays.redis_refusal = "MISCONF cannot save."  # heartbeats are not stored, either
-    assert "MISCONF cannot save. A poller that starts now does" in only_warning(services)
+    assert "MISCONF cannot save. A new poller does not" in only_warning(services)
     assert ["Pollers", "unknown: Redis stores nothing"] in page(services)["facts"]
     services.delays.redis_refusal = ""
     services.fleet.pollers = None
