@@ -55,6 +55,12 @@ def test_decoding_adds_context_and_lowers_the_expected_rest(
     assert late.remaining[0] < early.remaining[0]
 
 
+def test_sequence_in_flight_is_no_longer_than_its_bound(fleet: Fleet, clock: ManualClock) -> None:
+    fleet.dispatch(replica(1), chat(100, 20))
+    clock.advance(3.0)
+    assert context(fleet) == 120
+
+
 def test_prefill_and_decode_within_one_clock_move(fleet: Fleet, clock: ManualClock) -> None:
     fleet.dispatch(replica(1), chat(100, 500))
     clock.advance(1.0)
@@ -79,11 +85,13 @@ def test_end_of_a_response_shows_that_earlier_prompts_are_prefilled(fleet: Fleet
 def test_client_that_hangs_up_takes_its_prompt_out_of_the_queue(
     fleet: Fleet, clock: ManualClock
 ) -> None:
-    fleet.dispatch(replica(1), chat(1000, 100))
+    first = fleet.dispatch(replica(1), chat(1000, 100))
     queued = fleet.dispatch(replica(1), chat(4000, 100))
     fleet.dispatch(replica(1), chat(500, 100))
     fleet.release(queued, prefilled=False)
     assert fleet.view(MODEL).backlog[0] == 1500
+    fleet.first_token(first)
+    assert fleet.view(MODEL).backlog[0] == 500, "only prompts behind it moved up"
     clock.advance(2.0)
     view = fleet.view(MODEL)
     assert (view.backlog[0], view.batch[0]) == (0, 2)
@@ -248,20 +256,25 @@ def test_polled_steps_correct_the_tokens_of_requests(fleet: Fleet, clock: Manual
         ((10, 1e9), (200, 1e9), False),
     ],
 )
-def test_restart_of_a_replica_restarts_its_step_count(
-    fleet: Fleet,
+def test_restart_of_a_replica_restarts_only_its_step_count(
+    pair: Fleet,
     clock: ManualClock,
     before: tuple[float, float],
     after: tuple[float, float],
     restarted: bool,
 ) -> None:
     names = "steps", "started_at"
-    fleet.put(state(1, A10, clock, **dict(zip(names, before, strict=True))))
-    fleet.dispatch(replica(1), chat(100, 400))
+    pair.put(state(1, A10, clock, **dict(zip(names, before, strict=True))))
+    for number in (1, 2):
+        pair.dispatch(replica(number), chat(100, 400))
     clock.advance(0.2)
-    fleet.put(state(1, A10, clock, running=1, **dict(zip(names, after, strict=True))))
-    assert context(fleet) >= 100
-    assert (context(fleet) < 120) == restarted
+    pair.overview()  # both requests decode
+    pair.put(state(1, A10, clock, running=1, **dict(zip(names, after, strict=True))))
+    clock.advance(0.1)
+    here, there = pair.sequences(pair.view(MODEL)).context
+    assert here >= 100
+    assert (here < 120) == restarted
+    assert 100 < there < 120
 
 
 def test_failed_scrape_is_no_restart(fleet: Fleet, clock: ManualClock) -> None:

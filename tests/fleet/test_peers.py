@@ -227,7 +227,7 @@ class SharedLoad(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for sent in self.requests:
-            self.fleets[sent.router].release(sent.ticket)
+            self.fleets[sent.router].release(sent.ticket, prefilled=False)
         self.requests.clear()
         self.external = [0] * REPLICAS
         self.all_digests_arrive(0.0)

@@ -79,6 +79,14 @@ def test_requests_that_are_preempted_first_take_no_kv_tokens(clock: ManualClock)
     assert np.ptp(batch.prediction.kv_pressure) == pytest.approx(0.0, abs=0.01)
 
 
+def test_queued_prompts_of_lower_priority_delay_no_admission(clock: ManualClock) -> None:
+    fleet_ = fleet(clock, True)
+    for _ in range(12):
+        fleet_.dispatch(replica(1), batch_of(4000, 100))
+    urgent, lower = (decide(fleet_, 1000, priority).prediction for priority in (1, -1))
+    assert urgent.admission[0] == 0.0 < lower.admission[0]
+
+
 def test_admission_waits_for_kv_tokens_despite_priority(clock: ManualClock) -> None:
     """vLLM preempts for running requests, not for waiting ones."""
     fleet_ = fleet(clock, True)

@@ -1,5 +1,6 @@
 """Decision records have all candidates and terms; the log of decisions is bounded."""
 
+import dataclasses
 import random
 
 import numpy as np
@@ -9,11 +10,12 @@ from msgspec.structs import replace
 
 from extproc.observe.decision_log import DecisionLog, LoggedDecision
 from extproc.predict.inputs import Excluded
+from extproc.request.prefix import NO_PREFIX
 from extproc.route import overrides
 from extproc.route.decision import Choice, Decision, Situation
 from extproc.route.policies import POLICIES
 from extproc.route.router import Router
-from tests.fakes import ManualClock, chat, fleet_of, replica
+from tests.fakes import ManualClock, chat, decided, fleet_of, replica
 
 
 def decision(policy: str = "completion", replicas: int = 3) -> Decision:
@@ -86,3 +88,16 @@ def test_decisions_of_a_large_fleet_do_not_fill_the_memory() -> None:
     for _ in range(600):
         log.add("id", 1.0, large)
     assert len(log.after(0)) == 500
+
+
+def test_decision_keeps_no_token_ids_and_sequences_after_the_dispatch() -> None:
+    fleet = fleet_of(ManualClock(), "llama-8b-a10")
+    fleet.dispatch(replica(1), chat(100, 50))
+    prefix = dataclasses.replace(NO_PREFIX, ids=np.arange(5_000, dtype=np.uint32))
+    profile = dataclasses.replace(chat(5_000, 50), prefix=prefix)
+    made = decided(Router(fleet, "completion", random.Random(1)), profile)
+    assert len(made.profile.prefix.ids) == 5_000
+    assert len(made.situation.sequences.replica) == 1
+    made.drop_large_parts()
+    assert len(made.profile.prefix.ids) == len(made.situation.sequences.replica) == 0
+    assert logged(made).record().prompt_tokens == 5_000

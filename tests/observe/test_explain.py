@@ -88,6 +88,7 @@ async def test_request_shows_all_candidates_with_terms_that_add_up(
     assert lines[0] == f"request   {ID}"
     for words in (
         "model llama, 1234 prompt tokens",
+        "output tokens expected of at most 50",
         "chosen r1 (10.0.0.1:8000); for a retry r2 (10.0.0.2:8000)",
         "why r1 finishes it in",
         "first token after 0.062 s (predicted 0.053 s), finished after 0.410 s",

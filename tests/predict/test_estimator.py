@@ -7,9 +7,10 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
+import numpy as np
 import pytest
 
-from extproc.predict.estimator import Estimator, FleetPrior, Prior
+from extproc.predict.estimator import Estimator, FleetPrior, Prior, descend
 from extproc.predict.step import PROFILES, StepModel
 from extproc.predict.windows import EngineCounts
 
@@ -44,6 +45,13 @@ def seconds(model: StepModel, window: list[EngineCounts]) -> float:
         + model.c_batch * (last.generated_tokens - first.generated_tokens)
         + model.c_kv * kv
     )
+
+
+def test_coefficient_that_would_be_negative_is_zero() -> None:
+    """``x + y = 1`` and ``x = 1.5``: with ``y`` at zero, the best ``x`` is the mean."""
+    solution = [0.0, 0.0]
+    descend(np.array([[2.0, 1.0, 2.5], [1.0, 1.0, 1.0]]), [0.0, 0.0], [0.0, 0.0], solution)
+    assert solution == pytest.approx([1.25, 0.0])
 
 
 @pytest.mark.parametrize("start", ["llama-3-8b-a100", "llama-8b-a10", "llama-8b-h100"])

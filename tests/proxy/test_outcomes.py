@@ -295,11 +295,15 @@ async def test_sequences_report_no_cached_tokens(stream: Stream, services: Servi
     assert [result.cached for result in services.results] == [None]
 
 
-async def test_usage_teaches_bytes_per_token(envoy: EnvoySide, services: Services) -> None:
-    before = services.tokens.bytes_per_token("llama")
+async def test_usage_teaches_bytes_per_token_and_output_length(
+    envoy: EnvoySide, services: Services
+) -> None:
+    tokens, lengths = services.tokens, services.fleet.lengths
+    bytes_per_token, length = tokens.bytes_per_token("llama"), lengths.expected(0, 10_000.0)
     for _ in range(20):
         await envoy.converse(CHAT, {"usage": {"prompt_tokens": 300, "completion_tokens": 5}})
-    assert services.tokens.bytes_per_token("llama") < before / 2
+    assert tokens.bytes_per_token("llama") < bytes_per_token / 2
+    assert lengths.expected(0, 10_000.0) < length / 2
 
 
 async def test_usage_teaches_image_tokens(envoy: EnvoySide, services: Services) -> None:

@@ -459,6 +459,7 @@ async def test_large_body_stays_with_envoy(stream: Stream, services: Services) -
     assert set(destination(reply)) == MEMBERS
     assert mode_of(reply).request_body_mode == BodyMode.NONE
     assert mode_of(reply).response_header_mode == HeaderMode.DEFAULT
+    assert mode_of(reply).response_trailer_mode == HeaderMode.SEND
     (record,) = services.log.after(0)
     assert record.decision.profile.model == "llama"
     assert record.decision.profile.prompt_tokens == 40 * 576

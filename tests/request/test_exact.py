@@ -183,6 +183,12 @@ def test_template_may_take_content_in_parts(counter: Folder, tokenizer: Tokenize
     assert read(got) == printed(f"<s>[{'a' * 99}][b]<s>[c]", tokenizer)
 
 
+def test_template_may_print_the_date(counter: Folder, tokenizer: Tokenizer) -> None:
+    tokens = counter("{{ strftime_now('date: %%') }}{{ messages[0].content }}")
+    got = known(tokens, messages=[user(TEXT[:500])])
+    assert read(got) == printed(f"date: %{TEXT[:500]}", tokenizer)
+
+
 def test_template_may_stand_in_tokenizer_config(
     counter: Folder, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

@@ -130,6 +130,7 @@ OTHERS: list[tuple[Endpoint, dict[str, Any], int]] = [
     (E.SCORE, {"text_1": "abc", "text_2": ["de", "f"]}, 2 * 3 + 3),
     (E.SCORE, {"text_1": ["abc"], "text_2": ["de", "f"]}, 2 * 3 + 3),
     (E.SCORE, {"text_1": ["abc", "x"], "text_2": ["de", "f"]}, 3 + 1 + 2 + 1),
+    (E.SCORE, {"text_1": ["abc", "x"], "text_2": ["de"]}, 3 + 1 + 2),
     (E.SCORE, {"queries": "abc", "documents": ["de", "f"]}, 9),
     (E.SCORE, {"queries": "abc", "items": ["de", "f"]}, 9),
     (E.SCORE, {"data_1": "abc", "data_2": ["de", "f"]}, 9),
