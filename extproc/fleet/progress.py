@@ -93,10 +93,11 @@ class Progress:
         requests, replicas = self._requests, self._replicas
         kv = 0.0
         if len(own):
-            done = requests.prompt_end[own] <= replicas.prefilled[row] + _ROUNDING
+            done = requests.prompt_end[own] <= replicas.prefilled.item(row) + _ROUNDING
             decoding = requests.steps_before[own] < inf
-            self._start(own[done & ~decoding])
-            self._requeue(own[decoding & ~done])
+            if len((done != decoding).nonzero()[0]):
+                self._start(own[done & ~decoding])
+                self._requeue(own[decoding & ~done])
             kv = float(requests.weight[own] @ self._set_generated(own))
         kv += replicas.held.item(row) + replicas.kv_unattributed.item(row)
         batch = replicas.decoding.item(row) + replicas.external.item(row)
