@@ -66,10 +66,6 @@ class Progress:
         replicas.batch[on] = max(replicas.batch.item(on) - weight, 0.0)
         self._set_step(on)
 
-    def _speculative(self) -> bool:
-        tokens = self._replicas.tokens_per_step
-        return bool(len(tokens)) and tokens[tokens.argmax()] > 1.0
-
     def _set_step(self, row: int) -> None:
         replicas = self._replicas
         loaded = replicas.c_batch.item(row) * replicas.batch.item(row)
@@ -215,7 +211,7 @@ class Progress:
         requests, replicas = self._requests, self._replicas
         on = requests.replica[rows]
         generated = replicas.steps[on] - requests.steps_before[rows]
-        if self._speculative():
+        if replicas.speculate:
             generated *= replicas.tokens_per_step[on]
         np.maximum(generated, 0.0, out=generated)
         np.minimum(generated, requests.bound[rows], out=generated)
