@@ -6,14 +6,13 @@ import numpy as np
 
 from extproc.fleet.peers import Peers
 from extproc.fleet.tables import Replicas, Requests
-from extproc.predict.inputs import Floats, Indices
+from extproc.predict.inputs import INFINITY, ZERO, Floats, Indices
 from extproc.predict.step import StepModel, profile_or_default
 from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
 _SHORTEST_STEP = 1e-4  # seconds; no engine steps faster, whatever was learned
 _LATE = 0.3  # seconds of a scrape above which its figures are too old to tell external load
-_UNDER_WAY = 0.1  # seconds from the dispatch of a request until the engine has it, tokenized
-_TOKENIZED = 5e-6  # more seconds for each token of the prompt
+_UNDER_WAY = 0.1  # seconds until the engine has a request, beside the tokenizer's
 
 
 class Reconciliation:
@@ -131,11 +130,11 @@ class Reconciliation:
         others = replicas.peers_decoding.item(row) + replicas.external.item(row)
         run = at_poll[requests.parts[at_poll].cumsum() <= state.running - others]
         end, prefilled = requests.prompt_end[run], replicas.prefilled.item(row)
-        begun = (requests.steps_before[run] < inf) & (end <= prefilled)
+        begun = (requests.steps_before[run] < INFINITY) & (end <= prefilled)
         whole = requests.weight[run] * (requests.each[run] + requests.generated[run])
-        start = end - requests.prompt[run]
-        part = np.maximum(prefilled - self._prefill_rate(row) * age - start, 0.0)
-        part = np.minimum(part, requests.prompt[run])  # np.clip takes three times as long
+        prompt = requests.prompt[run]
+        part = np.maximum(prefilled - self._prefill_rate(row) * age - (end - prompt), ZERO)
+        part = np.minimum(part, prompt)  # np.clip takes three times as long
         known = float(np.where(begun, whole, part).sum()) + replicas.peers_kv.item(row)
         replicas.kv_unattributed[row] = polled - known
 
@@ -214,9 +213,7 @@ class Reconciliation:
         """
         requests = self._requests
         under_way = _UNDER_WAY + 2.0 * self._step_with(row, budget)
-        prompts = requests.each[order] * np.maximum(requests.weight[order], 1.0)
-        reached_at = requests.sent_at[order] + _TOKENIZED * prompts
-        late = (reached_at > asked_at - under_way).nonzero()[0]
+        late = (requests.tokenized_at[order] > asked_at - under_way).nonzero()[0]
         settled = order[: late.item(0)] if len(late) else order
         turns: Floats = requests.turn[settled]
         most = turns[-1] - state.waiting if len(settled) else 0.0

@@ -174,6 +174,7 @@ class Requests(Table):
     # Policies read the columns above.
     generated: Floats  # tokens of a sequence so far
     sent_at: Floats
+    tokenized_at: Floats  # when the tokenizer is done with the prompt, if it began at ``sent_at``
     prompt: Floats  # tokens to prefill
     each: Floats  # prompt tokens of one sequence
     prompt_end: Floats  # the prompt is prefilled once the replica's `prefilled` reaches this
