@@ -328,7 +328,7 @@ class SteadyRouter:
             self._random.choice(self._adapters) if self._adapters else _MODEL,
             *(prompt, size, bound),
             stream=stream,
-            prefix=prefix_of(b"", b"", text, prompt, 0),
+            prefix=prefix_of(text, prompt, 0),
         )
 
     def _state(self, name: str) -> ReplicaState:

@@ -11,6 +11,7 @@ from extproc.predict.inputs import Floats, Indices
 from extproc.predict.lengths import OutputLengths
 from extproc.request.profile import RequestProfile
 
+_TOKENIZED = 5e-6  # seconds of the tokenizer for each token of a prompt
 LATE_S = 2.0  # time without a poll after which a replica's steps are only predicted
 
 Ticket = NewType("Ticket", int)  # a request's place in the ledger, from dispatch to release
@@ -62,6 +63,7 @@ class Ledger:
             priority=profile.priority,
             generated=0.0,
             sent_at=now,
+            tokenized_at=now + _TOKENIZED * profile.prompt_tokens,
             prompt=new,
             each=each,
             prompt_end=prompt_end,

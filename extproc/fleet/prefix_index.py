@@ -193,9 +193,8 @@ class PrefixIndex:
             expected[places] = np.maximum(expected[places], prefix.previous_tokens)
         blocks = self._blocks[rows]
         expected = expected // blocks * blocks
-        return PrefixHits(
-            expected, expected * self._trust.of_row[rows], np.ones(len(rows), np.bool_)
-        )
+        estimated = _nothing(len(rows)).estimated
+        return PrefixHits(expected, expected * self._trust.of_row[rows], estimated)
 
     def tokens(self, row: int) -> float:
         cache = self._caches[row]

@@ -27,6 +27,9 @@ class Table:
     table is full.
     """
 
+    # Slots, so that ``__dict__`` has only the columns: a change of the length is one assignment.
+    __slots__ = "__dict__", "_columns", "_floats", "_indices", "_length", "_names", "_views"
+
     def __init__(self) -> None:
         classes = [get_annotations(base) for base in reversed(type(self).__mro__)]
         columns = [column for annotations in classes for column in annotations.items()]
@@ -95,7 +98,7 @@ class Table:
                 **dict(zip(floats, self._floats[:, :length], strict=True)),
                 **dict(zip(indices, self._indices[:, :length], strict=True)),
             }
-        self.__dict__.update(views)
+        self.__dict__ = views
 
 
 class Replicas(Columns, Table):
@@ -136,6 +139,12 @@ class Replicas(Columns, Table):
     peers_expected: Floats
     peers_parts: Floats
 
+    __slots__ = ("speculate",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.speculate = False  # True: a replica generated several tokens in a step
+
     @property
     def prefilling(self) -> Floats:
         """KV tokens of this router's prompts that are prefilled in part."""
@@ -172,6 +181,7 @@ class Requests(Table):
     # Policies read the columns above.
     generated: Floats  # tokens of a sequence so far
     sent_at: Floats
+    tokenized_at: Floats  # when the tokenizer is done with the prompt, if it began at ``sent_at``
     prompt: Floats  # tokens to prefill
     each: Floats  # prompt tokens of one sequence
     prompt_end: Floats  # the prompt is prefilled once the replica's `prefilled` reaches this

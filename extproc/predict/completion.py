@@ -6,7 +6,7 @@ from typing import cast
 import numpy as np
 from msgspec import Struct
 
-from extproc.predict.inputs import FleetView, Floats, Indices, Sequences, least, most
+from extproc.predict.inputs import ONE, FleetView, Floats, Indices, Sequences, least, most
 from extproc.request.profile import RequestProfile
 
 
@@ -96,7 +96,7 @@ def predict(
     if most(held) > 0.0:
         cached = np.minimum(held, prompt - 1.0)
         uncached = prompt - cached
-        avoidable = (uncached - least(uncached)) * (view.c_prefill * (view.batch + 1.0))
+        avoidable = (uncached - least(uncached)) * (view.c_prefill * (view.batch + ONE))
     wait = admission(view, sequences, own, uncached)
     _exclude_too_small(view, profile.longest_prompt, wait)
     outside_steps = _outside_steps(view, prompt)
@@ -105,11 +105,12 @@ def predict(
     ttft = wait + prefill
     completion = ttft + decode
     taken, preemptible = view.taken, None
-    if most(view.by_priority) > 0.0:
+    if view.has_priorities:
         preemptible, preempted_growth = _preemptible(profile.priority, view, sequences, out)
         taken = np.maximum(taken + view.overtaken - preemptible, 0.0)
         growth = growth - preempted_growth
-    kv_pressure = np.minimum((taken + (uncached + own * out)) / view.kv_capacity, 1.0)
+    kv_pressure = np.minimum((taken + (uncached + own * out)) / view.kv_capacity, ONE)
+    none = np.zeros(len(view))
     return Prediction(
         out,
         wait,
@@ -125,8 +126,8 @@ def predict(
         avoidable,
         profile.stream or profile.objective.ttft_s < inf,
         least(ttft) / least(completion),
-        np.zeros(len(view)),
-        np.zeros(len(view)),
+        none,
+        none,
         preemptible,
     )
 
@@ -188,14 +189,13 @@ def _decode(
     steps = cast(Floats, np.bincount(on, shared, count))  # numpy's annotation says integers
     kv_growth = np.bincount(on, shared * together, count) * 0.5
     kv = np.bincount(on, shared * sequences.context, count) + kv_growth
-    step_share = 1.0 / view.tokens_per_step
-    decode = (view.stretch * step_share) * (
+    decode = (view.stretch / view.tokens_per_step) * (
         later * view.c0
         + view.c_batch * (steps + own * later)
         + view.c_kv * (kv + own * later * (each + later / 2))
     )
-    slower = step_share * (view.c_batch * steps + view.c_kv * (each * steps + kv_growth))
-    return decode, own * slower, steps
+    slower = view.c_batch * steps + view.c_kv * (each * steps + kv_growth)
+    return decode, (own / view.tokens_per_step) * slower, steps
 
 
 def admission(view: FleetView, sequences: Sequences, own: int, needed: Floats | float) -> Floats:

@@ -12,6 +12,9 @@ from extproc.predict.step import USUAL_BATCH
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
+# numpy takes half as long again for a float as for an array of one number.
+ZERO, ONE, INFINITY = [np.array(number, np.float64) for number in (0.0, 1.0, np.inf)]
+
 # Every decision creates `Sequences` and `FleetView`; no code changes them once a policy reads them.
 # `Sequences` is a `Struct`, because C code fills it faster than a constructor in Python.
 
@@ -110,6 +113,7 @@ class FleetView(Columns):
     outside_steps: tuple[float, float, float] = 0.0, 0.0, 0.0
     """Coefficients x, y and z of the delay of first tokens beyond the engine's steps
     (:class:`~extproc.predict.correction.FirstTokens`)."""
+    has_priorities = False  # True: a candidate schedules by priority
     overtaken: Floats | float = 0.0
     """Prompt tokens of requests of lower priority in each replica's queue: the request overtakes
     them, and ``backlog`` leaves them out."""

@@ -40,6 +40,10 @@ from extproc.share.replicas import Change, Removed, Snapshot, StateReader
 
 logger = logging.getLogger(__name__)
 
+_COLLECT_AFTER = 5_000, 5, 5
+"""Thresholds of garbage collection. Requests leave no cycles, and a pass over the young objects of
+a thousand requests in flight takes 10 ms: with Python's 700, 3.5% of all CPU time."""
+
 
 async def run_router(config: Config) -> None:
     """Runs a router until SIGTERM or SIGINT, then lets open streams end.
@@ -85,6 +89,7 @@ async def run_router(config: Config) -> None:
         logger.info("router started", extra={"port": port, "admin": admin, "pool": names})
         gc.collect()
         gc.freeze()  # the router's parts live as long as the process
+        gc.set_threshold(*_COLLECT_AFTER)
         await stopping.wait()
         in_flight = sum(pool.fleet.in_flight for pool in pools)
         logger.info("router stopping", extra={"in_flight": in_flight})

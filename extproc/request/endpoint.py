@@ -7,6 +7,7 @@ Paths are decoded as in vLLM's server: ``/v1/chat%2Fcompletions`` is a chat, too
 import re
 from collections.abc import Container
 from enum import StrEnum
+from functools import lru_cache
 from urllib.parse import unquote
 
 
@@ -88,6 +89,7 @@ _INVOKED = {
 _STORED = re.compile(r"/v1/responses/([^/]+)(?:/cancel)?\Z")
 
 
+@lru_cache(maxsize=64)
 def endpoint_of(path: str) -> Endpoint | None:
     """Return the endpoint with which a path ends, if any. The query string is ignored."""
     parts = _decoded(path).rsplit("/", _MOST_PARTS)

@@ -46,17 +46,16 @@ class Prefix:
 NO_PREFIX = Prefix(np.zeros(0, np.uint64), 1.0, 0.0)
 
 
-def prefix_of(before: bytes, answer: bytes, after: bytes, tokens: int, seed: int) -> Prefix:
+def prefix_of(data: bytes, tokens: int, seed: int, before: int = 0, answer: int = 0) -> Prefix:
     """Return the prefix of a prompt.
 
     Args:
-        before: the prompt up to ``answer``; empty if ``answer`` is empty.
-        answer: the model's last answer in the prompt; empty if there is none.
-        after: the rest of the prompt.
+        data: the prompt.
         tokens: tokens in the whole prompt.
         seed: key before the first unit (:func:`seed_of`).
+        before: bytes of the prompt up to the model's last answer.
+        answer: bytes of that answer; 0: there is none.
     """
-    data = before + answer + after  # no copy if two parts are empty
     if not data:
         return NO_PREFIX
     keys = unit_keys(data, seed)
@@ -66,8 +65,8 @@ def prefix_of(before: bytes, answer: bytes, after: bytes, tokens: int, seed: int
         unit=UNIT_BYTES * per_byte,
         tokens=tokens,
         whole=_key_at(len(data), data, keys, seed),
-        previous_key=_key_at(len(before), data, keys, seed) if answer else 0,
-        previous_tokens=(len(before) + len(answer)) * per_byte if answer else 0.0,
+        previous_key=_key_at(before, data, keys, seed) if answer else 0,
+        previous_tokens=(before + answer) * per_byte if answer else 0.0,
     )
 
 
@@ -101,7 +100,7 @@ def token_keys(ids: Ids | Sequence[int], block_size: int, before: int) -> Keys:
     """
     blocks = min(len(ids) // block_size, _MOST_BLOCKS)
     tokens = np.asarray(ids[: blocks * block_size], np.uint32).reshape(blocks, block_size)
-    each = _mixed(tokens.astype(np.uint64) @ _token_factors(block_size))
+    each = _mixed(tokens @ _token_factors(block_size))
     keys: Keys = (each * _INVERSES[:blocks]).cumsum()
     keys += np.uint64(before)
     keys *= _POWERS[:blocks]

@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from extproc.request.endpoint import Endpoint
 from extproc.request.media import CLIP_TOKENS, audio_tokens
 from extproc.request.prefix import MOST_BYTES, NO_PREFIX, Prefix, prefix_of
-from extproc.request.tokens import TokenCounter
+from extproc.request.tokens import TokenCounter, bytes_of
 
 TOKENS_PER_MESSAGE = 5
 """Tokens that a chat template adds to a message: ``<|im_start|>``, role, newline,
@@ -99,16 +99,12 @@ class Prompt:
                 ids = array("I", self._ids)
             except (TypeError, OverflowError):
                 return NO_PREFIX
-            prefix = prefix_of(b"", b"", ids.tobytes(), tokens, seed)
+            prefix = prefix_of(ids.tobytes(), tokens, seed)
             return replace(prefix, ids=np.frombuffer(ids, np.uint32))
         pieces, answer = self._rendered, self._answer
-        return prefix_of(
-            _as_bytes(pieces[: answer.start]),
-            _as_bytes(pieces[answer]),
-            _as_bytes(pieces[answer.stop :]),
-            tokens,
-            seed,
-        )
+        data = "".join(pieces).encode(errors="replace")
+        before, answered = bytes_of(pieces[: answer.start]), bytes_of(pieces[answer])
+        return prefix_of(data, tokens, seed, before, answered)
 
     def add_inputs(self, value: object) -> list[int]:
         """Add the input of completions or embeddings: a text, token ids, a conversation, or a list
@@ -264,10 +260,6 @@ def without_billing(text: str) -> str:
     """Remove, as vLLM does, a first line that Claude Code changes with each request. With this line
     no two prompts would have a common beginning."""
     return text.partition("\n")[2] if text.startswith(_BILLING) else text
-
-
-def _as_bytes(pieces: list[str]) -> bytes:
-    return "".join(pieces).encode(errors="replace")
 
 
 def _medium(part: dict[str, object]) -> str:

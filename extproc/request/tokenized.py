@@ -28,7 +28,7 @@ class TokenizedPrompt(NamedTuple):
     def prefix(self, seed: int) -> Prefix:
         """Return the keys of the prompt, as far as its token ids are known."""
         ids = self.ids
-        prefix = prefix_of(b"", b"", ids.tobytes(), len(ids), seed)
+        prefix = prefix_of(ids.tobytes(), len(ids), seed)
         return replace(prefix, ids=ids, whole=prefix.whole if self.complete else 0)
 
 

@@ -71,8 +71,7 @@ class TokenCounter:
 
     def count(self, model: str, texts: Sequence[str]) -> int:
         """Estimate the tokens of the texts together, without special tokens."""
-        sizes = (len(t) if t.isascii() else len(t.encode(errors="replace")) for t in texts)
-        return round(sum(sizes) / self.bytes_per_token(model))
+        return round(bytes_of(texts) / self.bytes_per_token(model))
 
     def exact(
         self, endpoint: Endpoint, fields: Mapping[str, object], model: str, size: int
@@ -106,6 +105,11 @@ class TokenCounter:
         ratio = prompt_bytes / prompt_tokens
         if PLAUSIBLE[0] <= ratio <= PLAUSIBLE[1]:
             self._bytes.learn(model, ratio, min(prompt_tokens, _REPORT_TOKENS))
+
+
+def bytes_of(texts: Sequence[str]) -> int:
+    """Return the bytes of the texts together in UTF-8."""
+    return sum([len(t) if t.isascii() else len(t.encode(errors="replace")) for t in texts])
 
 
 def _load(model: str, folder: Path) -> "ExactPrompts":

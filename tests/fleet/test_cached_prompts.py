@@ -23,7 +23,7 @@ def request(prefix: Prefix = NO_PREFIX, tokens: int = TOKENS) -> RequestProfile:
 
 
 def prompt(letter: str, tokens: int = TOKENS) -> Prefix:
-    return prefix_of(letter.encode() * (tokens * UNIT_BYTES // 64), b"", b"", tokens, 1)
+    return prefix_of(letter.encode() * (tokens * UNIT_BYTES // 64), tokens, 1)
 
 
 @pytest.mark.parametrize("cached", [0.0, CACHED])

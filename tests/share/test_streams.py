@@ -39,7 +39,7 @@ async def knows(fleet: Fleet, *names: str) -> None:
 
 
 def prompt(letter: str, units: int) -> Prefix:
-    return prefix_of(letter.encode() * UNIT_BYTES * units, b"", b"", units * 64, 1)
+    return prefix_of(letter.encode() * UNIT_BYTES * units, units * 64, 1)
 
 
 def send(fleet: Fleet, number: int, prefix: Prefix) -> None:
