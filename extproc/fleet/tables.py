@@ -27,9 +27,6 @@ class Table:
     table is full.
     """
 
-    # Slots, so that ``__dict__`` has only the columns: a change of the length is one assignment.
-    __slots__ = "__dict__", "_columns", "_floats", "_indices", "_length", "_names", "_views"
-
     def __init__(self) -> None:
         classes = [get_annotations(base) for base in reversed(type(self).__mro__)]
         columns = [column for annotations in classes for column in annotations.items()]
@@ -98,7 +95,7 @@ class Table:
                 **dict(zip(floats, self._floats[:, :length], strict=True)),
                 **dict(zip(indices, self._indices[:, :length], strict=True)),
             }
-        self.__dict__ = views
+        self.__dict__.update(views)
 
 
 class Replicas(Columns, Table):
@@ -139,11 +136,7 @@ class Replicas(Columns, Table):
     peers_expected: Floats
     peers_parts: Floats
 
-    __slots__ = ("speculate",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.speculate = False  # True: a replica generated several tokens in a step
+    speculate = False  # True: a replica generated several tokens in a step
 
     @property
     def prefilling(self) -> Floats:
