@@ -36,7 +36,7 @@ _SCRAPES_S = 20.0
 """Time before a fault in which Prometheus scrapes a healthy system."""
 _LATE_S = 60.0  # longest window of an alert's figure before its ``for`` begins
 _LOOK_S = 1.0
-_RECOVERY_S = 60.0
+_RECOVERY_S = 120.0  # a slow replica is tried again after up to a minute and a half
 _SETTLE_S = 10.0
 _SIGNS = ("page", "top", "metric", "log", "alert")
 
