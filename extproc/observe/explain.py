@@ -58,7 +58,7 @@ _LEGEND = (
     "requests: in flight.  KV: share of the KV cache in use.  queued: prompt tokens to prefill.  "
     "Times in seconds:",
     "admit: wait for KV blocks or a batch slot.  others: delay of other requests.",
-    "TTFT = step + admit + prefill.  finish = TTFT + decode.",
+    "TTFT = admit + prefill.  finish = TTFT + decode.",
 )
 _COMPLETION_SCORE = "  score = finish + weight * others."
 _OPTIONAL: tuple[tuple[set[str], Callable[[Candidate], object], str], ...] = (

@@ -179,6 +179,10 @@ The last decisions with their reasons (add a request id to see all replicas comp
 
   {stack.look_command("explain")}
 
+The replicas as Redis has them; also to drain a replica and to undrain it:
+
+  {stack.replicas_command}
+
 The same as JSON; the router's view of the fleet; Envoy's view:
 
   curl -s '{stack.router_admin}/decisions?after=0'

@@ -134,6 +134,12 @@ class Stack:
         router = self.address("router-admin")
         return shlex.join(self._command("extproc", command, "--router", router))
 
+    @property
+    def replicas_command(self) -> str:
+        """Command line of ``extproc replicas list``."""
+        config = "--config", self.config_file
+        return shlex.join(self._command("extproc", "replicas", "list", *config))
+
     def admin(self, name: str) -> str:
         return self._url(f"{name}-admin")
 

@@ -52,12 +52,13 @@ def journal(stack: PatientStack) -> Journal:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_printed_commands_work(stack: PatientStack, journal: Journal) -> None:
     commands = re.findall(r"^  (?:.+\\\n)*.+", instructions(stack), re.MULTILINE)
-    chat, streamed, by_policy, top, explain, decisions, fleet, envoy, kill, start = commands
+    chat, streamed, by_policy, top, explain, listed, decisions, fleet, envoy, kill, start = commands
     for command in (chat, by_policy):
         assert '"finish_reason": "stop"' in await shell(command)
     assert (await shell(streamed)).rstrip().endswith("data: [DONE]")
     assert "fast" in await shell(top)
     assert "llama-8b: its turn" in await shell(explain)
+    assert "fast" in await shell(listed)
     assert '"policy":"round_robin"' in await shell(decisions)
     assert '"name":"fast"' in await shell(fleet)
     assert "replicas::" in await shell(envoy)

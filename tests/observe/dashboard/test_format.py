@@ -43,7 +43,8 @@ async def test_format_rises_with_each_change_of_a_field(services: Services, rout
                 found |= {*fields(await response.json(), path)}
     assert {"events.version", "/decisions.version", "/fleet.version"} <= found
     digest = sha256("\n".join(sorted(found)).encode()).hexdigest()[:12]
-    assert (FORMAT, digest) == (1, "36b39f9f695c"), "add 1 to FORMAT, and write the new digest here"
+    remedy = "add 1 to FORMAT of observe/decision.py, and write the new digest here"
+    assert (FORMAT, digest) == (1, "36b39f9f695c"), remedy
 
 
 def of_router(decision: JSON, page: JSON) -> AbstractAsyncContextManager[str]:
