@@ -21,7 +21,7 @@ from extproc.ground.text import Column, table
 from tests.chaos.figures import HEADINGS, SceneFigures, Times
 from tests.chaos.load import SteadyLoad
 from tests.chaos.report import report
-from tests.chaos.scenes import SCENES, ChaosScene
+from tests.chaos.scenes import RECOVERY_S, SCENES, ChaosScene
 from tests.chaos.stack import ChaosStack
 from tests.chaos.system import FaultySystem, LoadedSystem
 from tests.waiting import until
@@ -29,7 +29,6 @@ from tests.waiting import until
 _RATE = 50.0  # a second
 _BEFORE_S = 3.0
 _AFTER_S = 2.0
-_PATIENCE_S = 30.0
 _LEDGER_S = 5.0
 
 
@@ -55,7 +54,7 @@ async def _recovery(scene: ChaosScene, system: FaultySystem, since: float) -> fl
         return False
 
     with suppress(TimeoutError):
-        await until(recovered, _PATIENCE_S)
+        await until(recovered, RECOVERY_S)
         return time.monotonic()
     return None
 

@@ -25,7 +25,7 @@ from extproc.observe.client import RouterUnavailableError, follow
 from tests.chaos.load import LONG, SteadyLoad
 from tests.chaos.prometheus import Prometheus, longest_s
 from tests.chaos.report import report
-from tests.chaos.scenes import SCENES, ChaosScene
+from tests.chaos.scenes import RECOVERY_S, SCENES, ChaosScene
 from tests.chaos.stack import ChaosStack
 from tests.chaos.system import FaultySystem
 from tests.waiting import until
@@ -36,7 +36,6 @@ _SCRAPES_S = 20.0
 """Time before a fault in which Prometheus scrapes a healthy system."""
 _LATE_S = 60.0  # longest window of an alert's figure before its ``for`` begins
 _LOOK_S = 1.0
-_RECOVERY_S = 120.0  # a slow replica is tried again after up to a minute and a half
 _SETTLE_S = 10.0
 _SIGNS = ("page", "top", "metric", "log", "alert")
 
@@ -154,7 +153,7 @@ async def play(scene: ChaosScene, system: FaultySystem, session: aiohttp.ClientS
     mended = time.monotonic()
     await scene.fault.mend(system)
     with suppress(TimeoutError):  # make chaos judges the recovery
-        await until(lambda: scene.recovered(system, mended), _RECOVERY_S)
+        await until(lambda: scene.recovered(system, mended), RECOVERY_S)
     await scene.tidy(system)
     await asyncio.sleep(_SETTLE_S)
     return watch

@@ -15,6 +15,10 @@ from tests.chaos.stack import REPLICAS
 from tests.chaos.system import FaultySystem
 from tests.e2e.stack import cluster_of
 
+RECOVERY_S = 120.0
+"""Time in which a system has to recover. With little load no request goes to a replica that looks
+slow, until the evidence has faded: that takes up to a minute and a half."""
+
 Act = Callable[[FaultySystem], Awaitable[None]]
 Recovered = Callable[[FaultySystem, float], Awaitable[bool]]
 """True once the system has recovered since a monotonic time."""
