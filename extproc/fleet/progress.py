@@ -7,12 +7,12 @@ import numpy as np
 from extproc.fleet.peers import Peers
 from extproc.fleet.reconcile import drop_stale_load
 from extproc.fleet.tables import Replicas, Requests, count
-from extproc.predict.inputs import INFINITY, ZERO, Floats, Indices
+from extproc.predict.inputs import Floats, Indices
 from extproc.predict.lengths import OutputLengths
 
 _TICK = 0.005  # seconds by which requests move forward at least; shorter than any step
 _LONGEST_UNREFRESHED = 0.05  # seconds for which the sums of replicas may stay unchanged
-_ROUNDING = np.array(1e-6)  # tokens
+_ROUNDING = 1e-6  # tokens
 
 
 class Progress:
@@ -90,7 +90,7 @@ class Progress:
         kv = 0.0
         if len(own):
             done = requests.prompt_end[own] <= replicas.prefilled.item(row) + _ROUNDING
-            decoding = requests.steps_before[own] < INFINITY
+            decoding = requests.steps_before[own] < inf
             if len((done != decoding).nonzero()[0]):
                 self._start(own[done & ~decoding])
                 self._requeue(own[decoding & ~done])
@@ -155,7 +155,7 @@ class Progress:
         if len((queue > _ROUNDING).nonzero()[0]):
             taken, part = self._prefill(elapsed, queue)
             decoding = elapsed - taken
-        replicas.steps += decoding / replicas.decode_step * (replicas.batch > ZERO)
+        replicas.steps += decoding / replicas.decode_step * (replicas.batch > 0)
         if peers.counted:
             peers.move(part, (replicas.steps - before) * replicas.tokens_per_step)
 
@@ -173,7 +173,7 @@ class Progress:
         part = done / np.maximum(queue, _ROUNDING)
         replicas.prefilled += (replicas.enqueued - replicas.prefilled) * part
         # vLLM counts only steps that generate a token.
-        replicas.steps += done / chunk * (replicas.batch > ZERO)
+        replicas.steps += done / chunk * (replicas.batch > 0)
         if self._start_decoding():
             self._sum_up()
         return done / rate, part
@@ -181,7 +181,7 @@ class Progress:
     def _start_decoding(self) -> bool:
         """Lets requests with a prefilled prompt decode; returns True if there were any."""
         requests, replicas = self._requests, self._replicas
-        waiting = (requests.steps_before == INFINITY).nonzero()[0]
+        waiting = (requests.steps_before == inf).nonzero()[0]
         if not len(waiting):
             return False
         prefilled = replicas.prefilled[requests.replica[waiting]] + _ROUNDING
@@ -214,7 +214,7 @@ class Progress:
         generated = replicas.steps[on] - requests.steps_before[rows]
         if replicas.speculate:
             generated *= replicas.tokens_per_step[on]
-        np.maximum(generated, ZERO, out=generated)
+        np.maximum(generated, 0.0, out=generated)
         np.minimum(generated, requests.bound[rows], out=generated)
         requests.generated[rows] = generated
         return generated
@@ -229,6 +229,6 @@ class Progress:
         if self._peers.counted:
             replicas.batch += replicas.peers_decoding
             kv += replicas.peers_kv
-        np.maximum(kv + replicas.kv_unattributed, ZERO, out=replicas.kv_used)
+        np.maximum(kv + replicas.kv_unattributed, 0.0, out=replicas.kv_used)
         loaded = replicas.c_batch * replicas.batch + replicas.c_kv * replicas.kv_used
         np.add(replicas.c0, loaded, out=replicas.decode_step)

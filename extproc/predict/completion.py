@@ -6,7 +6,7 @@ from typing import cast
 import numpy as np
 from msgspec import Struct
 
-from extproc.predict.inputs import ONE, FleetView, Floats, Indices, Sequences, least, most
+from extproc.predict.inputs import FleetView, Floats, Indices, Sequences, least, most
 from extproc.request.profile import RequestProfile
 
 
@@ -96,7 +96,7 @@ def predict(
     if most(held) > 0.0:
         cached = np.minimum(held, prompt - 1.0)
         uncached = prompt - cached
-        avoidable = (uncached - least(uncached)) * (view.c_prefill * (view.batch + ONE))
+        avoidable = (uncached - least(uncached)) * (view.c_prefill * (view.batch + 1.0))
     wait = admission(view, sequences, own, uncached)
     _exclude_too_small(view, profile.longest_prompt, wait)
     outside_steps = _outside_steps(view, prompt)
@@ -109,7 +109,7 @@ def predict(
         preemptible, preempted_growth = _preemptible(profile.priority, view, sequences, out)
         taken = np.maximum(taken + view.overtaken - preemptible, 0.0)
         growth = growth - preempted_growth
-    kv_pressure = np.minimum((taken + (uncached + own * out)) / view.kv_capacity, ONE)
+    kv_pressure = np.minimum((taken + (uncached + own * out)) / view.kv_capacity, 1.0)
     none = np.zeros(len(view))
     return Prediction(
         out,

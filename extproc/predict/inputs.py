@@ -12,9 +12,6 @@ from extproc.predict.step import USUAL_BATCH
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
-# numpy takes half as long again for a float as for an array of one number.
-ZERO, ONE, INFINITY = [np.array(number, np.float64) for number in (0.0, 1.0, np.inf)]
-
 # Every decision creates `Sequences` and `FleetView`; no code changes them once a policy reads them.
 # `Sequences` is a `Struct`, because C code fills it faster than a constructor in Python.
 

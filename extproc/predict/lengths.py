@@ -7,7 +7,7 @@ from math import inf
 
 import numpy as np
 
-from extproc.predict.inputs import ONE, Floats, Indices
+from extproc.predict.inputs import Floats, Indices
 from extproc.request.profile import RequestProfile
 
 _PER_DOUBLING = 4
@@ -25,7 +25,7 @@ _MOST_KINDS = 512
 tenants that a client invents would displace all other kinds."""
 _MOST_COUNTED = 200.0  # limit of the requests that one reading of a replica's own histogram adds
 
-_NONE = np.array(1e-9)  # weight of sequences below which a suffix of the histogram counts as empty
+_NONE = 1e-9  # weight of sequences below which a suffix of the histogram counts as empty
 _SUMS = len(_LENGTHS_LIST) + 1  # suffix sums of a histogram
 _NEXT: Floats = np.append(_LENGTHS, inf)  # length of each bucket; infinite behind the last
 
@@ -240,7 +240,7 @@ class OutputLengths:
             total[beyond] = 1.5 * progress[beyond]
             survivors[beyond] = 1.0
         total /= survivors
-        left = np.maximum(np.maximum(total, least) - progress, ONE)
+        left = np.maximum(np.maximum(total, least) - progress, 1.0)
         return np.minimum(left, bound - progress)
 
 

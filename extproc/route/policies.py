@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 
 from extproc.predict.completion import Prediction
-from extproc.predict.inputs import ONE, Floats, Indices, least, most
+from extproc.predict.inputs import Floats, Indices, least, most
 from extproc.route.decision import Situation
 
 _NEAR_TIE = 0.1  # relative difference up to which scores are equal: about a prediction's error
@@ -49,9 +49,9 @@ def as_good(prediction: Prediction, scores: Floats) -> Indices:
     The band of equal scores is narrower if the first token takes most of the completion, and for a
     replica whose KV cache fills, because there a longer completion makes queued requests wait.
     """
-    room = ONE - prediction.kv_pressure**2
+    room = 1.0 - prediction.kv_pressure**2
     band = _NEAR_TIE * (1.0 - prediction.first_token_share) * room
-    return (scores <= least(scores) * (ONE + band)).nonzero()[0]
+    return (scores <= least(scores) * (1.0 + band)).nonzero()[0]
 
 
 def soonest(situation: Situation, equal: Indices) -> Indices:
