@@ -6,7 +6,7 @@ import numpy as np
 
 from extproc.fleet.peers import Peers
 from extproc.fleet.tables import Replicas, Requests
-from extproc.predict.inputs import INFINITY, ZERO, Floats, Indices
+from extproc.predict.inputs import Floats, Indices
 from extproc.predict.step import StepModel, profile_or_default
 from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
@@ -130,10 +130,10 @@ class Reconciliation:
         others = replicas.peers_decoding.item(row) + replicas.external.item(row)
         run = at_poll[requests.parts[at_poll].cumsum() <= state.running - others]
         end, prefilled = requests.prompt_end[run], replicas.prefilled.item(row)
-        begun = (requests.steps_before[run] < INFINITY) & (end <= prefilled)
+        begun = (requests.steps_before[run] < inf) & (end <= prefilled)
         whole = requests.weight[run] * (requests.each[run] + requests.generated[run])
         prompt = requests.prompt[run]
-        part = np.maximum(prefilled - self._prefill_rate(row) * age - (end - prompt), ZERO)
+        part = np.maximum(prefilled - self._prefill_rate(row) * age - (end - prompt), 0.0)
         part = np.minimum(part, prompt)  # np.clip takes three times as long
         known = float(np.where(begun, whole, part).sum()) + replicas.peers_kv.item(row)
         replicas.kv_unattributed[row] = polled - known
