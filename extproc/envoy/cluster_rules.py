@@ -180,25 +180,27 @@ def _misses_tls(cluster: Node, file: EnvoyFile) -> str:
 CLUSTER_RULES = (
     Rule("routes_lead_to_replicas", Level.ERROR,
         lambda file: file.all(ROUTE) if file.replica_clusters else [],
-        "Requests reach the cluster that obeys the router: a route leads to it.",
+        "A route leads to the replicas' cluster.",
         _leads_elsewhere),
-    Rule("routes_ask_router", Level.ERROR, lambda file: file.replica_routes,
-        "Requests to the replicas pass the ext_proc filter: no route or virtual host disables it.",
-        lambda route, file: not file.passes(EXT_PROC, route)
-            and any(map(file.is_enabled, file.all(EXT_PROC))),
+    Rule("routes_ask_router", Level.ERROR,
+        lambda file: file.replica_routes
+            if any(map(file.is_enabled, file.all(EXT_PROC))) else [],
+        "The ext_proc filter is enabled for every route to the replicas.",
+        lambda route, file: not file.passes(EXT_PROC, route),
         "the ext_proc filter is disabled for this route: its requests never ask the router. Remove "
         "disabled: true from typed_per_filter_config of the route, its virtual host and its "
         "weighted clusters, or enable the filter there with overrides: {{}}"),
     Rule("routes_wait", Level.ERROR,
         lambda file: [route for route in file.replica_routes
-            if file.passes(EXT_PROC, route) and any(map(is_body_first, file.filters_of(route)))],
-        "The buffer filter holds requests until the router has their body: no route disables it.",
+            if file.passes(EXT_PROC, route) and any(map(is_body_first, file.filters_of(route)))]
+            if file.all(BUFFER) else [],
+        "The buffer filter is enabled for every route on which the body comes first.",
         lambda route, file: not file.passes(BUFFER, route),
         "the filter envoy.filters.http.buffer is disabled for this route, and request_header_mode "
         "is SKIP: requests leave before the router has their body. Remove disabled: true, or "
         "override ext_proc's processing_mode there with request_header_mode: SEND"),
     Rule("replica_cluster_obeys", Level.ERROR, _candidates,
-        "Requests go where the router says: the replicas' cluster obeys it.",
+        "The replicas' cluster can obey the router: it has override_host, or is ORIGINAL_DST.",
         lambda cluster, file: cluster not in file.replica_clusters and wanted_sources(file),
         "cluster {node[name]!r} ignores the router's choice. Write load_balancing_policy: "
         "override_host with override_host_sources: {}"),
@@ -210,7 +212,7 @@ CLUSTER_RULES = (
         "cannot set"),
     Rule("serves_without_router", Level.WARNING,
         lambda file: _candidates(file) if file.config.serve.steers_all else [],
-        "Requests are served while the router is down: the cluster has members of its own.",
+        "The cluster has members of its own, for requests without a choice.",
         lambda cluster, _: destination(cluster) == "metadata",
         "cluster {node[name]!r} is ORIGINAL_DST: it answers 503 while the router is down, and "
         "always to requests for which the router names no replica (GET /v1/models, POST "
@@ -224,17 +226,17 @@ CLUSTER_RULES = (
         "no replica for some requests: they get 503. Set serve.mode: route and serve.share: 1, or "
         "write type: STRICT_DNS (or STATIC, EDS) and load_balancing_policy: override_host"),
     Rule("override_source_is_known", Level.ERROR, lambda file: file.all(OVERRIDE_HOST),
-        "The policy override_host reads the header or metadata that the router sets.",
+        "The policy override_host reads the router's header or metadata.",
         lambda policy, file: not sources(policy) and wanted_sources(file),
         "override_host_sources names nothing that the router sets. "
         "Write override_host_sources: {}"),
     Rule("has_fallback", Level.ERROR, lambda file: file.all(OVERRIDE_HOST),
-        "Requests are served while the router is down: override_host has a fallback policy.",
+        "override_host has a fallback policy, for requests without a choice.",
         lambda policy, _: not policy["fallback_policy"]["policies"],
         "override_host has no fallback_policy: requests fail while the router is down. "
         "Write fallback_policy with envoy.load_balancing_policies.least_request"),
     Rule("members_are_addresses", Level.ERROR, lambda file: file.replica_clusters,
-        "Every replica is a member of its cluster under its own ip:port.",
+        "Every member of the replicas' cluster has its own ip:port.",
         lambda cluster, _: (
             cluster["type"] in ("LOGICAL_DNS", "ORIGINAL_DST") and not destination(cluster)
         ),
@@ -271,7 +273,7 @@ CLUSTER_RULES = (
     Rule("large_bodies_pass", Level.WARNING,
         lambda file: [listener for listener in file.all(LISTENER) if file.all(EXT_PROC, listener)]
             or file.all(LISTENER),  # a fragment has the filter outside of its listeners
-        "Bodies larger than 1 MiB are accepted.",
+        "The listener accepts bodies larger than 1 MiB.",
         lambda listener, _: (
             (listener["per_connection_buffer_limit_bytes"] or 0) <= DEFAULT_BUFFER
         ),
@@ -282,7 +284,7 @@ CLUSTER_RULES = (
         _cuts_responses,
         "the route's timeout is {}: Envoy cuts longer responses. Write timeout: 0s"),
     Rule("responses_may_be_silent", Level.WARNING, lambda file: file.managers,
-        "No idle timeout cuts a request that waits in a replica's queue.",
+        "No default idle timeout cuts a request that waits in a replica's queue.",
         lambda manager, file: (
             "stream_idle_timeout" not in manager and not _has_route_timeouts(file)
         ),
@@ -295,7 +297,7 @@ CLUSTER_RULES = (
         "No short idle timeout cuts a request that waits for its first token.",
         _cuts_waiting),
     Rule("second_choice_is_tried", Level.WARNING, _with_second,
-        "A request that a dead or broken replica fails is tried again on the second choice.",
+        "A request that a dead or broken replica fails is tried again.",
         _not_retried,
         "the route does not retry on {}: until the router ejects a replica that is dead or "
         "answers 500, clients get its failures, though the router names a second choice. Write "

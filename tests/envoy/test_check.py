@@ -426,6 +426,48 @@ def test_every_rule_has_a_breakage() -> None:
     assert {rule.id for rule in RULES} == {row.id for row in BREAKAGES} | {"one_replica_is_named"}
 
 
+INAPPLICABLE: list[tuple[str, str, Breakage]] = [
+    ("replica_cluster_obeys", "cluster_reads_metadata",
+     lambda b: b.replicas.pop("load_balancing_policy")),
+    ("replica_cluster_obeys", "metadata_is_received",
+     lambda b: b.replicas.pop("load_balancing_policy")),
+    ("override_source_is_known", "cluster_reads_metadata",
+     lambda b: b.override.update(override_host_sources=[{"header": "x-other"}])),
+    ("filter_is_enabled", "routes_ask_router", lambda b: b.filters[0].update(disabled=True)),
+    ("requests_wait", "routes_wait", lambda b: b.filters.pop(1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("broken", "rule", "breakage"), INAPPLICABLE)
+def test_rule_that_another_mistake_makes_inapplicable_is_not_ok(
+    broken: str, rule: str, breakage: Breakage
+) -> None:
+    judged = {finding.rule for finding in check_envoy(changed(breakage))}
+    assert broken in judged
+    assert rule not in judged
+
+
+DENIED = [
+    ("never asks the router", "(asks the router|pass the ext_proc filter)"),
+    ("ignores the router's choice|takes none from", "(go where the router says|has an effect)"),
+    ("leaves? before the router has", "before the request leaves"),
+    ("fails? while the router is down", "while the router is down"),
+    ("cuts a request", "No idle timeout cuts"),
+    ("gets 413", "Bodies .* are accepted"),
+]
+"""Words of a finding, and words with which an OK would deny the finding."""
+
+
+@pytest.mark.parametrize(("found", "denial"), DENIED)
+def test_no_ok_denies_a_finding(found: str, denial: str) -> None:
+    for *_, breakage, settings in (row.values for row in BREAKAGES):
+        findings = check_envoy(changed(breakage), Config.model_validate(settings))
+        bad = [each.text for each in findings if each.level is not Level.OK]
+        if any(re.search(found, text) for text in bad):
+            good = [each.text for each in findings if each.level is Level.OK]
+            assert not [text for text in good if re.search(denial, text)], bad
+
+
 ALLOWED: list[Breakage] = [
     lambda b: b.mode.update(request_body_mode="FULL_DUPLEX_STREAMED", request_trailer_mode="SEND"),
     lambda b: b.ext_proc.update(grpc_service={"google_grpc": {"target_uri": "router:50051"}}),
