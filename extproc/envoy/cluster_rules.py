@@ -20,7 +20,7 @@ from extproc.envoy.rules import (
     seconds,
     wanted_sources,
 )
-from extproc.envoy.tree import CLUSTER, LISTENER, MANAGER, ROUTE, Node
+from extproc.envoy.tree import CLUSTER, LISTENER, MANAGER, ROUTE, ROUTE_ENTRY, Node
 from extproc.ground.address import is_ip, split_address
 from extproc.proxy.messages import DESTINATION, METADATA_NAMESPACE
 
@@ -89,6 +89,21 @@ def _leads_elsewhere(route: Node, file: EnvoyFile) -> str:
             "load_balancing_policy: override_host to this one"
         )
     return ""
+
+
+def _hiding(route: Node, file: EnvoyFile) -> str:
+    """Return the first entry that takes every request before this route, such as ``routes[0]``."""
+    entry = route.path[:-1]
+    hiding = (
+        other.path
+        for other in file.all(ROUTE_ENTRY)
+        if other.path[:-1] == entry[:-1] and other.path < entry and _takes_all(other["match"])
+    )
+    return next((f"{name}[{index}]" for *_, name, index in hiding), "")
+
+
+def _takes_all(match: Node) -> bool:
+    return match["prefix"] == "/" and match.keys() <= {"prefix", "case_sensitive"}
 
 
 def _low_limits(cluster: Node, file: EnvoyFile) -> str:
@@ -182,6 +197,11 @@ CLUSTER_RULES = (
         lambda file: file.all(ROUTE) if file.replica_clusters else [],
         "A route leads to the replicas' cluster.",
         _leads_elsewhere),
+    Rule("routes_can_match", Level.ERROR, lambda file: file.replica_routes,
+        "No route to the replicas stands behind a route that takes every request.",
+        _hiding,
+        "the route never matches: {}, before it in the virtual host, takes every request (prefix "
+        "/). Move that route to the end"),
     Rule("routes_ask_router", Level.ERROR,
         lambda file: file.replica_routes
             if any(map(file.is_enabled, file.all(EXT_PROC))) else [],

@@ -12,6 +12,7 @@ _LATE_CLOSE = timedelta(seconds=0.5)
 _SHARED = {
     "router_cluster_exists",
     "filter_is_enabled",
+    "routes_can_match",
     "response_headers_are_sent",
     "response_attributes_are_sent",
     "fails_open",

@@ -105,7 +105,10 @@ class EditableBootstrap:
 
     def skip_responses(self) -> Self:
         mode = {**self.mode, "response_header_mode": "SKIP"}
-        self.routes.insert(0, {**self.routes[0], **override(processing_mode=mode)})
+        marked = {"name": "x-extproc-response-skipped", "present_match": True}
+        match = {"prefix": "/", "headers": [marked]}
+        match_and_mode = {"match": match, **override(processing_mode=mode)}
+        self.routes.insert(0, {**self.routes[0], **match_and_mode})
         return self
 
     def keep_forged_mark(self) -> Self:
@@ -154,6 +157,7 @@ def override(**overrides: object) -> dict[str, object]:
 
 
 WHOLE_BODY = {"request_body_mode": "BUFFERED"}
+CATCH_ALL = {"match": {"prefix": "/"}, "route": {"cluster": "web"}}
 WEB = {"match": {"prefix": "/web"}, "route": {"cluster": "web"}}
 BUFFER_PER_ROUTE = "type.googleapis.com/envoy.extensions.filters.http.buffer.v3.BufferPerRoute"
 NO_BUFFER, BUFFERED = (
@@ -380,6 +384,10 @@ BREAKAGES = [
      lambda b: (b.add_cluster("other"), b.route.update(cluster="other"))),
     error("routes_lead_to_replicas", "Write cluster: 'replicas'",
      lambda b: (b.add_cluster("other"), b.split({"name": "replicas"}, {"name": "other"}))),
+    error("routes_can_match", "routes[0], before it in the virtual host, takes every request",
+     lambda b: b.routes.append(b.routes[0])),
+    error("routes_can_match", "Move that route to the end",
+     lambda b: (b.add_cluster("web"), b.routes.insert(0, CATCH_ALL))),
     error("headers_come_with_body", "lacks request.headers['cookie'], request.headers['x-tenant']:",
      lambda b: None, NAMED),  # the shipped file has the header of route.policy_header
     error("named_headers_arrive", "is DROP_HEADER, and the router's settings name x_tenant: ",
@@ -489,6 +497,8 @@ ALLOWED: list[Breakage] = [
      b.tree.update(dynamic_resources={"cds_config": {"ads": {}}})),
     lambda b: b.add_listener(),
     lambda b: (b.add_cluster("web"), b.routes.append(WEB)),
+    lambda b: b.routes.insert(0, {**b.routes[0], "match": {"prefix": "/", "grpc": {}}}),
+    lambda b: (b.add_cluster("web"), b.routes.append(CATCH_ALL)),
     lambda b: b.split({"name": "replicas"}),
     lambda b: (b.manager.update(stream_idle_timeout="0s"), b.route.update(idle_timeout="120s")),
     lambda b: (b.manager.update(stream_idle_timeout="1s"), b.route.update(idle_timeout="0s")),
@@ -670,6 +680,18 @@ def test_command_prints_worst_first_and_fails_on_error(
     path.write_text(yaml.safe_dump(bad.tree), encoding="utf-8")
     levels = [line.split()[0] for line in check(path, 1)]
     assert list(dict.fromkeys(levels)) == ["error", "warning", "ok"]
+
+
+@pytest.mark.parametrize("name", ["envoy.yaml", "ext_proc.yaml"])
+def test_first_dead_route_is_named(name: str) -> None:
+    tree: Any = read_yaml(ENVOY / name)
+    host = tree if "routes" in tree else manager_of(tree)["route_config"]["virtual_hosts"][0]
+    routes = host["routes"]
+    routes.insert(1, routes.pop())
+    (finding,) = complaints(tree, {})
+    assert finding.rule == "routes_can_match"
+    assert finding.where.endswith(f"routes[2].route and {len(routes) - 3} more")
+    assert "routes[1], before it" in finding.text
 
 
 def test_mistake_that_routes_repeat_is_reported_once() -> None:
