@@ -1,6 +1,7 @@
 """Rules on clusters, and on the listeners and routes in front of them, as a table."""
 
 from datetime import timedelta
+from itertools import starmap
 
 from extproc.envoy.envoy_file import (
     BUFFER,
@@ -21,7 +22,7 @@ from extproc.envoy.rules import (
     wanted_sources,
 )
 from extproc.envoy.tree import CLUSTER, LISTENER, MANAGER, ROUTE, ROUTE_ENTRY, Node
-from extproc.ground.address import is_ip, split_address
+from extproc.ground.address import is_ip, join_address, split_address
 from extproc.proxy.messages import DESTINATION, METADATA_NAMESPACE
 
 # Circuit breakers, and Envoy's defaults.
@@ -154,6 +155,46 @@ def _ports(file: EnvoyFile, cluster: Node) -> set[int]:
     return {member["port_value"] for member in members if "port_value" in member}
 
 
+def _members(file: EnvoyFile, cluster: Node) -> list[tuple[str, int]]:
+    """Return host and port of each member that the file lists for a cluster."""
+    members = file.all(_SOCKET, cluster["load_assignment"])
+    return [(member["address"], member["port_value"]) for member in members]
+
+
+def _all_ips(addresses: list[tuple[str, int]]) -> bool:
+    return all(is_ip(host) for host, _ in addresses)
+
+
+def _replicas(file: EnvoyFile) -> list[tuple[str, int]]:
+    """Return IP address and port of all configured replicas; empty if the configuration has a name,
+    a source in Kubernetes or a file in place of an address."""
+    pools = file.config.each_pool
+    sources = [source for pool in pools for source in pool.replicas]
+    if any(pool.replicas_file for pool in pools) or not all(source.url for source in sources):
+        return []
+    replicas = [source.host_and_port for source in sources]
+    return replicas if _all_ips(replicas) else []
+
+
+def _listed_replicas(file: EnvoyFile) -> list[Node]:
+    """Return the replica clusters whose members can be compared with the configured replicas."""
+    clusters = file.replica_clusters if _replicas(file) else []
+    return [
+        cluster
+        for cluster in clusters
+        if (members := _members(file, cluster)) and _all_ips(members)
+    ]
+
+
+def _other_members(cluster: Node, file: EnvoyFile) -> str:
+    members = _members(file, cluster)
+    return "" if {*members} & {*_replicas(file)} else ", ".join(starmap(join_address, members))
+
+
+def _placeholders(cluster: Node, file: EnvoyFile) -> str:
+    return ", ".join(host for host, _ in _members(file, cluster) if host.endswith(".example"))
+
+
 def _listed_routers(file: EnvoyFile, named: bool) -> list[Node]:
     """Return the routers' clusters that list members: by host name if ``named``, else by address.
 
@@ -262,6 +303,19 @@ CLUSTER_RULES = (
         ),
         "cluster {node[name]!r} is {node[type]}: the ip:port that the router names is not a member "
         "of it, and Envoy ignores the choice. Write type: STRICT_DNS, STATIC or EDS"),
+    Rule("placeholder_is_replaced", Level.ERROR,
+        lambda file: _candidates(file)
+            if any(pool.replicas or pool.replicas_file for pool in file.config.each_pool) else [],
+        "No member of the replicas' cluster is a placeholder.",
+        _placeholders,
+        "cluster {node[name]!r} has the placeholder {}: Envoy finds no replica there. Write the "
+        "addresses of your replicas"),
+    Rule("members_are_replicas", Level.ERROR, _listed_replicas,
+        "The replicas' cluster lists replicas of the router's configuration.",
+        _other_members,
+        "cluster {node[name]!r} lists {}, and none of the replicas in the router's configuration: "
+        "Envoy ignores every choice. Write the same addresses in both files, or name the router's "
+        "configuration with --config"),
     Rule("router_speaks_http2", Level.ERROR, lambda file: file.router_clusters,
         "Envoy speaks HTTP/2 to the router, as gRPC needs.",
         lambda cluster, file: "http2_protocol_options" not in cluster and not any(

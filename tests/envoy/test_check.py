@@ -31,6 +31,7 @@ UNJUDGED = {
     *("forged_destination_is_removed", "one_replica_is_named", "named_headers_arrive"),
     *("forged_priority_is_removed", "decision_metadata_is_received", "transport_matches"),
     *("observer_is_not_awaited", "observed_requests_are_served"),
+    *("placeholder_is_replaced", "members_are_replicas"),
 }
 """Rules that concern nothing in the shipped files with default settings."""
 BY_HOST = {"router_port_matches", "mapped_port_leads_to_router"}
@@ -75,6 +76,15 @@ class EditableBootstrap:
         """Let the router have an IP address instead of a name."""
         (endpoint,) = self.router["load_assignment"]["endpoints"][0]["lb_endpoints"]
         endpoint["endpoint"]["address"]["socket_address"]["address"] = host
+        return self
+
+    def list_replicas(self, *hosts: str) -> Self:
+        """Let the replicas' cluster have these members, each on port 8000."""
+        endpoints = [
+            {"endpoint": {"address": {"socket_address": {"address": host, "port_value": 8000}}}}
+            for host in hosts
+        ]
+        self.replicas["load_assignment"]["endpoints"] = [{"lb_endpoints": endpoints}]
         return self
 
     def add_router(self, port: int) -> Self:
@@ -169,7 +179,7 @@ NO_BUFFER, BUFFERED = (
     for config in ({"disabled": True}, {"buffer": {"max_request_bytes": 2**26}})
 )
 
-Settings = dict[str, dict[str, Any]]
+Settings = dict[str, Any]
 SINGLE_CHOICE: Settings = {"serve": {"second_choice": False}}  # fits every cluster
 NAMED: Settings = {
     "route": {"policy_header": "x-extproc-policy", "session_cookie": "sid"},
@@ -178,6 +188,7 @@ NAMED: Settings = {
 UNDERSCORE: Settings = {"request": {"tenant_header": "x_tenant"}}
 PRIORITIES: Settings = {"hold": {"objectives": {"urgent": {"priority": 1, "tenants": ["a"]}}}}
 DECISIONS: Settings = {"serve": {"decision_metadata": True}}
+REPLICAS: Settings = {"replicas": ["10.0.0.1:8000", "http://10.0.0.2:8000"]}
 TLS: Settings = {"serve": {"tls_cert": "tls.crt", "tls_key": "tls.key"}}
 _TRANSPORTS = "type.googleapis.com/envoy.extensions.transport_sockets"
 UPSTREAM_TLS = {"@type": f"{_TRANSPORTS}.tls.v3.UpstreamTlsContext", "sni": "router"}
@@ -414,6 +425,10 @@ BREAKAGES = [
     error("observed_requests_are_served", "they get 503",
      lambda b: b.original_dst(metadata_key={"key": "envoy.lb", "path": [{"key": DESTINATION}]}),
      {"serve": {"share": 0.05, "second_choice": False}}),
+    error("placeholder_is_replaced", "the placeholder vllm.example",
+     lambda b: b.list_replicas("vllm.example"), REPLICAS),
+    error("members_are_replicas", "lists 10.0.0.3:8000, 10.0.0.4:8000, and",
+     lambda b: b.list_replicas("10.0.0.3", "10.0.0.4"), REPLICAS),
     error("transport_matches", "'router' speaks plain text, but", lambda b: None, TLS),
     error("transport_matches", "'router' speaks TLS, but this configuration",
      lambda b: b.set_transport(UPSTREAM_TLS)),
@@ -550,6 +565,18 @@ JUDGED: list[tuple[str, bool, Settings, Breakage]] = [
      lambda b: b.ext_proc.update(max_message_timeout="60s")),
     ("requests_can_queue", False, {"hold": {"longest_s": 0}},
      lambda b: b.ext_proc.pop("max_message_timeout")),
+    ("placeholder_is_replaced", True, REPLICAS, lambda b: b.list_replicas("vllm.internal")),
+    ("placeholder_is_replaced", False, {}, lambda b: b.list_replicas("vllm.example")),
+    ("members_are_replicas", True, REPLICAS, lambda b: b.list_replicas("10.0.0.2", "10.0.0.3")),
+    *(("members_are_replicas", False, settings, lambda b: b.list_replicas("10.0.0.3"))
+      for settings in (
+          {},
+          {"replicas": ["vllm.internal:8000"]},
+          {"replicas": [{"dns": "vllm.internal:8000"}]},
+          REPLICAS | {"replicas_file": "replicas.yaml"},
+          REPLICAS | {"pools": {"b": {"replicas": ["vllm.internal:8000"]}}},
+      )),
+    ("members_are_replicas", False, REPLICAS, lambda b: b.list_replicas("10.0.0.3", "fast")),
     ("transport_matches", True, TLS, lambda b: b.set_transport(UPSTREAM_TLS)),
     ("transport_matches", True, TLS, lambda b: b.set_transport(WRAPPED_TLS)),
 ]  # fmt: skip
