@@ -158,7 +158,7 @@ FILTER_RULES = (
         "filter envoy.filters.http.buffer right after this one, or write request_header_mode: "
         "SEND"),
     Rule("headers_come_with_body", Level.ERROR, _bodies_first,
-        "With the body, the router gets path, encoding and the headers that its settings name.",
+        "request_attributes has path, encoding and the headers that the router's settings name.",
         lambda filter, file: _lacking(
             [*_ATTRIBUTES_OF_REQUEST, *sorted(map(expression_of, file.config.headers))],
             filter["request_attributes"],
@@ -173,7 +173,7 @@ FILTER_RULES = (
         "request_header_mode is SKIP, so the router can set no header, but a cluster goes by the "
         f"header {DESTINATION}. Write override_host_sources: {{}}, or request_header_mode: SEND"),
     Rule("body_is_buffered", Level.ERROR, lambda file: file.filters,
-        "The router gets the whole prompt.",
+        "request_body_mode sends the whole prompt.",
         lambda filter, _: (
             (body := mode(filter, "request_body")) not in ("BUFFERED", _DUPLEX) and body
         ),
@@ -190,7 +190,7 @@ FILTER_RULES = (
         "neither body nor trailers of the response are sent: the router takes a request for "
         "finished when its response begins. Write response_trailer_mode: SEND"),
     Rule("response_headers_are_sent", Level.ERROR, lambda file: file.filters,
-        "The router sees every response, or knows which responses Envoy does not send to it.",
+        "response_header_mode is SEND, or the router knows which responses Envoy does not send.",
         _skips_responses,
         "response_header_mode is SKIP {}"),
     Rule("response_attributes_are_sent", Level.WARNING, lambda file: file.filters,
