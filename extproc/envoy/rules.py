@@ -29,7 +29,8 @@ _LONG_MESSAGE = timedelta(seconds=1)
 _DUPLEX = "FULL_DUPLEX_STREAMED"
 _SKIPPED = expression_of(RESPONSE_SKIPPED)
 _REMOVE_EARLY = (
-    "Copy early_header_mutation_extensions from envoy/envoy.yaml into the HttpConnectionManager"
+    "Copy early_header_mutation_extensions from envoy/envoy.yaml of the project's repository into "
+    "the HttpConnectionManager"
 )
 
 
@@ -223,7 +224,8 @@ FILTER_RULES = (
         "Requests do not wait for a router that only observes.",
         lambda filter, _: not filter["observability_mode"],
         "serve.mode is observe, but Envoy waits for each reply of the router: a router that hangs "
-        "delays requests. Take the filter of envoy/observe.yaml"),
+        "delays requests. Take the filter of envoy/observe.yaml of the project's "
+        "repository"),
     Rule("forged_destination_is_removed", Level.ERROR,
         lambda file: [filter for filter in file.filters if not is_body_first(filter)]
             if "header" in file.sources or not file.replica_clusters else [],

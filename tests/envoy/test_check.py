@@ -16,6 +16,7 @@ from extproc.config import Config
 from extproc.envoy.check import RULES, check_envoy
 from extproc.envoy.envoy_file import EnvoyFile
 from extproc.envoy.finding import Finding, Level
+from extproc.envoy.observer_rules import OBSERVER_RULES
 from extproc.envoy.tree import CLUSTER
 from extproc.ground.yaml_file import read_yaml
 from extproc.lab.harness.envoy_config import manager_of
@@ -443,6 +444,14 @@ def test_broken_rule_is_only_finding(
     assert (finding.rule, finding.level) == (rule, level)
     assert words in finding.text
     assert finding.where
+
+
+def test_findings_say_that_shipped_files_are_in_the_repository() -> None:
+    """An installed package has no folder ``envoy``."""
+    findings = [*complaints({}), *complaints(changed(lambda b: b.filters.pop(0)))]
+    texts = [each.text for each in findings] + [rule.text for rule in (*RULES, *OBSERVER_RULES)]
+    named = re.findall(r"envoy/\w+\.yaml(.{28})", " ".join(texts))
+    assert {*named} == {" of the project's repository"}
 
 
 def test_every_rule_has_a_breakage() -> None:
