@@ -13,7 +13,7 @@ from extproc.envoy.tree import CLUSTER, LISTENER, ROUTE
 RULES = (*FILTER_RULES, *CLUSTER_RULES)
 _NOT_ENVOY = (
     "not an Envoy file: no part of Envoy's configuration was found in it. Give a bootstrap, a "
-    "fragment such as envoy/ext_proc.yaml, or a patch for a mesh"
+    "fragment of a bootstrap, or a patch for a mesh"
 )
 _ENVOY_GATEWAY = (
     "these are resources of Envoy Gateway, which are not checked: check the Envoy configuration "
@@ -24,7 +24,8 @@ _LISTENERS_ELSEWHERE = (
     "lds_config names, or what its control plane serves"
 )
 _NO_FILTER = (
-    "no ext_proc filter: Envoy never asks the router. Copy the filter from envoy/ext_proc.yaml"
+    "no ext_proc filter: Envoy never asks the router. Copy the filter from envoy/ext_proc.yaml of "
+    "the project's repository"
 )
 
 

@@ -1,6 +1,7 @@
 """Rules on clusters, and on the listeners and routes in front of them, as a table."""
 
 from datetime import timedelta
+from itertools import starmap
 
 from extproc.envoy.envoy_file import (
     BUFFER,
@@ -20,8 +21,8 @@ from extproc.envoy.rules import (
     seconds,
     wanted_sources,
 )
-from extproc.envoy.tree import CLUSTER, LISTENER, MANAGER, ROUTE, Node
-from extproc.ground.address import is_ip, split_address
+from extproc.envoy.tree import CLUSTER, LISTENER, MANAGER, ROUTE, ROUTE_ENTRY, Node
+from extproc.ground.address import is_ip, join_address, split_address
 from extproc.proxy.messages import DESTINATION, METADATA_NAMESPACE
 
 # Circuit breakers, and Envoy's defaults.
@@ -91,6 +92,21 @@ def _leads_elsewhere(route: Node, file: EnvoyFile) -> str:
     return ""
 
 
+def _hiding(route: Node, file: EnvoyFile) -> str:
+    """Return the first entry that takes every request before this route, such as ``routes[0]``."""
+    entry = route.path[:-1]
+    hiding = (
+        other.path
+        for other in file.all(ROUTE_ENTRY)
+        if other.path[:-1] == entry[:-1] and other.path < entry and _takes_all(other["match"])
+    )
+    return next((f"{name}[{index}]" for *_, name, index in hiding), "")
+
+
+def _takes_all(match: Node) -> bool:
+    return match["prefix"] == "/" and match.keys() <= {"prefix", "case_sensitive"}
+
+
 def _low_limits(cluster: Node, file: EnvoyFile) -> str:
     thresholds = cluster["circuit_breakers"]["thresholds"]
     default = [threshold for threshold in thresholds if threshold["priority"] == "DEFAULT"]
@@ -139,6 +155,46 @@ def _ports(file: EnvoyFile, cluster: Node) -> set[int]:
     return {member["port_value"] for member in members if "port_value" in member}
 
 
+def _members(file: EnvoyFile, cluster: Node) -> list[tuple[str, int]]:
+    """Return host and port of each member that the file lists for a cluster."""
+    members = file.all(_SOCKET, cluster["load_assignment"])
+    return [(member["address"], member["port_value"]) for member in members]
+
+
+def _all_ips(addresses: list[tuple[str, int]]) -> bool:
+    return all(is_ip(host) for host, _ in addresses)
+
+
+def _replicas(file: EnvoyFile) -> list[tuple[str, int]]:
+    """Return IP address and port of all configured replicas; empty if the configuration has a name,
+    a source in Kubernetes or a file in place of an address."""
+    pools = file.config.each_pool
+    sources = [source for pool in pools for source in pool.replicas]
+    if any(pool.replicas_file for pool in pools) or not all(source.url for source in sources):
+        return []
+    replicas = [source.host_and_port for source in sources]
+    return replicas if _all_ips(replicas) else []
+
+
+def _listed_replicas(file: EnvoyFile) -> list[Node]:
+    """Return the replica clusters whose members can be compared with the configured replicas."""
+    clusters = file.replica_clusters if _replicas(file) else []
+    return [
+        cluster
+        for cluster in clusters
+        if (members := _members(file, cluster)) and _all_ips(members)
+    ]
+
+
+def _other_members(cluster: Node, file: EnvoyFile) -> str:
+    members = _members(file, cluster)
+    return "" if {*members} & {*_replicas(file)} else ", ".join(starmap(join_address, members))
+
+
+def _placeholders(cluster: Node, file: EnvoyFile) -> str:
+    return ", ".join(host for host, _ in _members(file, cluster) if host.endswith(".example"))
+
+
 def _listed_routers(file: EnvoyFile, named: bool) -> list[Node]:
     """Return the routers' clusters that list members: by host name if ``named``, else by address.
 
@@ -180,25 +236,32 @@ def _misses_tls(cluster: Node, file: EnvoyFile) -> str:
 CLUSTER_RULES = (
     Rule("routes_lead_to_replicas", Level.ERROR,
         lambda file: file.all(ROUTE) if file.replica_clusters else [],
-        "Requests reach the cluster that obeys the router: a route leads to it.",
+        "A route leads to the replicas' cluster.",
         _leads_elsewhere),
-    Rule("routes_ask_router", Level.ERROR, lambda file: file.replica_routes,
-        "Requests to the replicas pass the ext_proc filter: no route or virtual host disables it.",
-        lambda route, file: not file.passes(EXT_PROC, route)
-            and any(map(file.is_enabled, file.all(EXT_PROC))),
+    Rule("routes_can_match", Level.ERROR, lambda file: file.replica_routes,
+        "No route to the replicas stands behind a route that takes every request.",
+        _hiding,
+        "the route never matches: {}, before it in the virtual host, takes every request (prefix "
+        "/). Move that route to the end"),
+    Rule("routes_ask_router", Level.ERROR,
+        lambda file: file.replica_routes
+            if any(map(file.is_enabled, file.all(EXT_PROC))) else [],
+        "The ext_proc filter is enabled for every route to the replicas.",
+        lambda route, file: not file.passes(EXT_PROC, route),
         "the ext_proc filter is disabled for this route: its requests never ask the router. Remove "
         "disabled: true from typed_per_filter_config of the route, its virtual host and its "
         "weighted clusters, or enable the filter there with overrides: {{}}"),
     Rule("routes_wait", Level.ERROR,
         lambda file: [route for route in file.replica_routes
-            if file.passes(EXT_PROC, route) and any(map(is_body_first, file.filters_of(route)))],
-        "The buffer filter holds requests until the router has their body: no route disables it.",
+            if file.passes(EXT_PROC, route) and any(map(is_body_first, file.filters_of(route)))]
+            if file.all(BUFFER) else [],
+        "The buffer filter is enabled for every route on which the body comes first.",
         lambda route, file: not file.passes(BUFFER, route),
         "the filter envoy.filters.http.buffer is disabled for this route, and request_header_mode "
         "is SKIP: requests leave before the router has their body. Remove disabled: true, or "
         "override ext_proc's processing_mode there with request_header_mode: SEND"),
     Rule("replica_cluster_obeys", Level.ERROR, _candidates,
-        "Requests go where the router says: the replicas' cluster obeys it.",
+        "The replicas' cluster can obey the router: it has override_host, or is ORIGINAL_DST.",
         lambda cluster, file: cluster not in file.replica_clusters and wanted_sources(file),
         "cluster {node[name]!r} ignores the router's choice. Write load_balancing_policy: "
         "override_host with override_host_sources: {}"),
@@ -210,7 +273,7 @@ CLUSTER_RULES = (
         "cannot set"),
     Rule("serves_without_router", Level.WARNING,
         lambda file: _candidates(file) if file.config.serve.steers_all else [],
-        "Requests are served while the router is down: the cluster has members of its own.",
+        "The cluster has members of its own, for requests without a choice.",
         lambda cluster, _: destination(cluster) == "metadata",
         "cluster {node[name]!r} is ORIGINAL_DST: it answers 503 while the router is down, and "
         "always to requests for which the router names no replica (GET /v1/models, POST "
@@ -224,22 +287,35 @@ CLUSTER_RULES = (
         "no replica for some requests: they get 503. Set serve.mode: route and serve.share: 1, or "
         "write type: STRICT_DNS (or STATIC, EDS) and load_balancing_policy: override_host"),
     Rule("override_source_is_known", Level.ERROR, lambda file: file.all(OVERRIDE_HOST),
-        "The policy override_host reads the header or metadata that the router sets.",
+        "The policy override_host reads the router's header or metadata.",
         lambda policy, file: not sources(policy) and wanted_sources(file),
         "override_host_sources names nothing that the router sets. "
         "Write override_host_sources: {}"),
     Rule("has_fallback", Level.ERROR, lambda file: file.all(OVERRIDE_HOST),
-        "Requests are served while the router is down: override_host has a fallback policy.",
+        "override_host has a fallback policy, for requests without a choice.",
         lambda policy, _: not policy["fallback_policy"]["policies"],
         "override_host has no fallback_policy: requests fail while the router is down. "
         "Write fallback_policy with envoy.load_balancing_policies.least_request"),
     Rule("members_are_addresses", Level.ERROR, lambda file: file.replica_clusters,
-        "Every replica is a member of its cluster under its own ip:port.",
+        "Every member of the replicas' cluster has its own ip:port.",
         lambda cluster, _: (
             cluster["type"] in ("LOGICAL_DNS", "ORIGINAL_DST") and not destination(cluster)
         ),
         "cluster {node[name]!r} is {node[type]}: the ip:port that the router names is not a member "
         "of it, and Envoy ignores the choice. Write type: STRICT_DNS, STATIC or EDS"),
+    Rule("placeholder_is_replaced", Level.ERROR,
+        lambda file: _candidates(file)
+            if any(pool.replicas or pool.replicas_file for pool in file.config.each_pool) else [],
+        "No member of the replicas' cluster is a placeholder.",
+        _placeholders,
+        "cluster {node[name]!r} has the placeholder {}: Envoy finds no replica there. Write the "
+        "addresses of your replicas"),
+    Rule("members_are_replicas", Level.ERROR, _listed_replicas,
+        "The replicas' cluster lists replicas of the router's configuration.",
+        _other_members,
+        "cluster {node[name]!r} lists {}, and none of the replicas in the router's configuration: "
+        "Envoy ignores every choice. Write the same addresses in both files, or name the router's "
+        "configuration with --config"),
     Rule("router_speaks_http2", Level.ERROR, lambda file: file.router_clusters,
         "Envoy speaks HTTP/2 to the router, as gRPC needs.",
         lambda cluster, file: "http2_protocol_options" not in cluster and not any(
@@ -271,7 +347,7 @@ CLUSTER_RULES = (
     Rule("large_bodies_pass", Level.WARNING,
         lambda file: [listener for listener in file.all(LISTENER) if file.all(EXT_PROC, listener)]
             or file.all(LISTENER),  # a fragment has the filter outside of its listeners
-        "Bodies larger than 1 MiB are accepted.",
+        "The listener accepts bodies larger than 1 MiB.",
         lambda listener, _: (
             (listener["per_connection_buffer_limit_bytes"] or 0) <= DEFAULT_BUFFER
         ),
@@ -282,7 +358,7 @@ CLUSTER_RULES = (
         _cuts_responses,
         "the route's timeout is {}: Envoy cuts longer responses. Write timeout: 0s"),
     Rule("responses_may_be_silent", Level.WARNING, lambda file: file.managers,
-        "No idle timeout cuts a request that waits in a replica's queue.",
+        "No default idle timeout cuts a request that waits in a replica's queue.",
         lambda manager, file: (
             "stream_idle_timeout" not in manager and not _has_route_timeouts(file)
         ),
@@ -295,7 +371,7 @@ CLUSTER_RULES = (
         "No short idle timeout cuts a request that waits for its first token.",
         _cuts_waiting),
     Rule("second_choice_is_tried", Level.WARNING, _with_second,
-        "A request that a dead or broken replica fails is tried again on the second choice.",
+        "A request that a dead or broken replica fails is tried again.",
         _not_retried,
         "the route does not retry on {}: until the router ejects a replica that is dead or "
         "answers 500, clients get its failures, though the router names a second choice. Write "

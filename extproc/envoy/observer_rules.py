@@ -12,6 +12,7 @@ _LATE_CLOSE = timedelta(seconds=0.5)
 _SHARED = {
     "router_cluster_exists",
     "filter_is_enabled",
+    "routes_can_match",
     "response_headers_are_sent",
     "response_attributes_are_sent",
     "fails_open",
@@ -38,7 +39,8 @@ OBSERVER_RULES = (
         "Envoy and the router agree that the router only observes.",
         lambda _, file: file.config.serve.mode != "observe",
         "observability_mode is true, so Envoy ignores the router's choices, and serve.mode is "
-        "route. Set serve.mode: observe, or take the filter of envoy/ext_proc.yaml"),
+        "route. Set serve.mode: observe, or take the filter of envoy/ext_proc.yaml of "
+        "the project's repository"),
     Rule("bodies_are_copied", Level.ERROR, lambda file: file.filters,
         "The router gets a copy of the prompt.",
         lambda filter, _: (body := mode(filter, "request_body")) != "STREAMED" and body,
@@ -48,7 +50,8 @@ OBSERVER_RULES = (
         "The router gets the bodies of some responses, and learns from them.",
         lambda _, file: all(mode(each, "response_body") != "STREAMED" for each in file.filters),
         "response_body_mode is nowhere STREAMED: the router never sees the end of a response, and "
-        "compares no prediction with the actual time. Copy the first route of envoy/observe.yaml"),
+        "compares no prediction with the actual time. Copy the first route of envoy/observe.yaml "
+        "of the project's repository"),
     Rule("end_is_told_soon", Level.WARNING, lambda file: file.all(EXT_PROC),
         "The router learns at once that a response has ended.",
         lambda filter, _: (

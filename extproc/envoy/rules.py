@@ -29,7 +29,8 @@ _LONG_MESSAGE = timedelta(seconds=1)
 _DUPLEX = "FULL_DUPLEX_STREAMED"
 _SKIPPED = expression_of(RESPONSE_SKIPPED)
 _REMOVE_EARLY = (
-    "Copy early_header_mutation_extensions from envoy/envoy.yaml into the HttpConnectionManager"
+    "Copy early_header_mutation_extensions from envoy/envoy.yaml of the project's repository into "
+    "the HttpConnectionManager"
 )
 
 
@@ -142,23 +143,23 @@ def _skips_responses(filter: Node, file: EnvoyFile) -> str:
 FILTER_RULES = (
     Rule("router_cluster_exists", Level.ERROR,
         lambda file: file.filters if file.lists_all_clusters else [],
-        "Envoy asks the router: the cluster that ext_proc names exists.",
+        "The router's cluster, which ext_proc names, exists.",
         _lacks_router_cluster,
         "grpc_service {}: Envoy never asks the router. "
         "Write grpc_service: {{envoy_grpc: {{cluster_name: the router's cluster}}}}"),
     Rule("filter_is_enabled", Level.ERROR, lambda file: file.filters,
-        "Requests pass the ext_proc filter: the filter is enabled.",
+        "The ext_proc filter is enabled, or a route enables it.",
         lambda filter, file: not file.is_enabled(filter),
         "the filter is disabled, and no route enables it: Envoy never asks the router. "
         "Remove disabled: true"),
     Rule("requests_wait", Level.ERROR, lambda file: file.filters,
-        "Requests wait for the router: their headers are sent, or a buffer filter holds them.",
+        "Headers come first, or a buffer filter holds requests until the router has their body.",
         lambda filter, file: is_body_first(filter) and not file.is_buffered_after(filter),
         "request_header_mode is SKIP: the request leaves before the router has its body. Put a "
         "filter envoy.filters.http.buffer right after this one, or write request_header_mode: "
         "SEND"),
     Rule("headers_come_with_body", Level.ERROR, _bodies_first,
-        "With the body, the router gets path, encoding and the headers that its settings name.",
+        "request_attributes has path, encoding and the headers that the router's settings name.",
         lambda filter, file: _lacking(
             [*_ATTRIBUTES_OF_REQUEST, *sorted(map(expression_of, file.config.headers))],
             filter["request_attributes"],
@@ -166,13 +167,14 @@ FILTER_RULES = (
         "request_header_mode is SKIP and request_attributes lacks {}: without request.path the "
         "router cannot tell which requests a replica computes, without content-encoding it refuses "
         "compressed requests, and a header that its settings name has no effect. Add them"),
-    Rule("cluster_reads_metadata", Level.ERROR, _bodies_first,
-        "The router's choice has an effect: the replica cluster reads it from metadata.",
+    Rule("cluster_reads_metadata", Level.ERROR,
+        lambda file: _bodies_first(file) if file.sources else [],
+        "With the body first, the replica cluster reads the router's choice from metadata.",
         lambda _, file: "header" in file.sources and _FROM_METADATA,
         "request_header_mode is SKIP, so the router can set no header, but a cluster goes by the "
         f"header {DESTINATION}. Write override_host_sources: {{}}, or request_header_mode: SEND"),
     Rule("body_is_buffered", Level.ERROR, lambda file: file.filters,
-        "The router sees the whole prompt before the request leaves.",
+        "request_body_mode sends the whole prompt.",
         lambda filter, _: (
             (body := mode(filter, "request_body")) not in ("BUFFERED", _DUPLEX) and body
         ),
@@ -189,11 +191,11 @@ FILTER_RULES = (
         "neither body nor trailers of the response are sent: the router takes a request for "
         "finished when its response begins. Write response_trailer_mode: SEND"),
     Rule("response_headers_are_sent", Level.ERROR, lambda file: file.filters,
-        "The router sees every response, or knows which responses Envoy does not send to it.",
+        "response_header_mode is SEND, or the router knows which responses Envoy does not send.",
         _skips_responses,
         "response_header_mode is SKIP {}"),
     Rule("response_attributes_are_sent", Level.WARNING, lambda file: file.filters,
-        "Responses tell the router their replica, retries, status and flags.",
+        "response_attributes has the replica, retries, status and flags.",
         lambda filter, _: _lacking(_ATTRIBUTES_OF_RESPONSE, filter["response_attributes"]),
         "response_attributes lacks {}: a retried request counts for the wrong replica, and a "
         "replica that fails fast looks fast. "
@@ -206,7 +208,7 @@ FILTER_RULES = (
         "allow_mode_override is false: the router cannot learn token timing and usage from "
         "streamed responses. Write allow_mode_override: true"),
     Rule("fails_open", Level.ERROR, lambda file: file.filters,
-        "Requests go on while the router is down.",
+        "Envoy goes on without a reply of the router: failure_mode_allow is true.",
         lambda filter, _: not filter["failure_mode_allow"],
         "failure_mode_allow is false: every request fails while the router is down. "
         "Write failure_mode_allow: true"),
@@ -222,7 +224,8 @@ FILTER_RULES = (
         "Requests do not wait for a router that only observes.",
         lambda filter, _: not filter["observability_mode"],
         "serve.mode is observe, but Envoy waits for each reply of the router: a router that hangs "
-        "delays requests. Take the filter of envoy/observe.yaml"),
+        "delays requests. Take the filter of envoy/observe.yaml of the project's "
+        "repository"),
     Rule("forged_destination_is_removed", Level.ERROR,
         lambda file: [filter for filter in file.filters if not is_body_first(filter)]
             if "header" in file.sources or not file.replica_clusters else [],
@@ -237,11 +240,10 @@ FILTER_RULES = (
         _lets_through(RESPONSE_SKIPPED),
         f"a client's header {RESPONSE_SKIPPED} is not removed: the router never learns how such "
         f"requests ended. {_REMOVE_EARLY}"),
-    Rule("metadata_is_received", Level.ERROR, lambda file: file.filters,
-        "Envoy accepts the router's metadata if a cluster reads it.",
-        lambda filter, file: (
-            "metadata" in file.sources and METADATA_NAMESPACE not in _namespaces(filter)
-        ),
+    Rule("metadata_is_received", Level.ERROR,
+        lambda file: file.filters if "metadata" in file.sources else [],
+        "Envoy accepts the router's metadata, which a cluster reads.",
+        lambda filter, _: METADATA_NAMESPACE not in _namespaces(filter),
         f"a cluster reads the metadata {METADATA_NAMESPACE!r}, but this filter takes none from the "
         "router. Write metadata_options: "
         f"{{{{receiving_namespaces: {{{{untyped: [{METADATA_NAMESPACE}]}}}}}}}}"),
@@ -277,7 +279,7 @@ FILTER_RULES = (
         f"{DECISION_NAMESPACE} to metadata_options.receiving_namespaces.untyped"),
     Rule("named_headers_arrive", Level.ERROR,
         lambda file: _managers(file, lambda _: bool(file.config.headers)),
-        "Envoy passes on the headers that the router's settings name.",
+        "Envoy drops no header that the router's settings name.",
         lambda manager, file: (
             manager["common_http_protocol_options"]["headers_with_underscores_action"] != "ALLOW"
             and ", ".join(sorted(name for name in file.config.headers if "_" in name))

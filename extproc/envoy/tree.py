@@ -26,6 +26,7 @@ BOOTSTRAP = "envoy.config.bootstrap.v3.Bootstrap"
 CLUSTER = "envoy.config.cluster.v3.Cluster"
 LISTENER = "envoy.config.listener.v3.Listener"
 ROUTE = "envoy.config.route.v3.RouteAction"
+ROUTE_ENTRY = "envoy.config.route.v3.Route"
 MANAGER = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
 FILTER = "envoy.extensions.filters.network.http_connection_manager.v3.HttpFilter"
 _BY_KEY = {
@@ -33,6 +34,7 @@ _BY_KEY = {
     "listener": LISTENER,
     "listeners": LISTENER,
     "route": ROUTE,
+    "routes": ROUTE_ENTRY,
     "http_connection_manager": MANAGER,
     "http_filters": FILTER,
 }
@@ -40,7 +42,7 @@ _BY_APPLY_TO = {
     "CLUSTER": CLUSTER,
     "LISTENER": LISTENER,
     "HTTP_FILTER": FILTER,
-    "HTTP_ROUTE": "envoy.config.route.v3.Route",
+    "HTTP_ROUTE": ROUTE_ENTRY,
     "VIRTUAL_HOST": "envoy.config.route.v3.VirtualHost",
     "NETWORK_FILTER": "envoy.config.listener.v3.Filter",
 }

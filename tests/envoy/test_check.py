@@ -16,6 +16,7 @@ from extproc.config import Config
 from extproc.envoy.check import RULES, check_envoy
 from extproc.envoy.envoy_file import EnvoyFile
 from extproc.envoy.finding import Finding, Level
+from extproc.envoy.observer_rules import OBSERVER_RULES
 from extproc.envoy.tree import CLUSTER
 from extproc.ground.yaml_file import read_yaml
 from extproc.lab.harness.envoy_config import manager_of
@@ -31,6 +32,7 @@ UNJUDGED = {
     *("forged_destination_is_removed", "one_replica_is_named", "named_headers_arrive"),
     *("forged_priority_is_removed", "decision_metadata_is_received", "transport_matches"),
     *("observer_is_not_awaited", "observed_requests_are_served"),
+    *("placeholder_is_replaced", "members_are_replicas"),
 }
 """Rules that concern nothing in the shipped files with default settings."""
 BY_HOST = {"router_port_matches", "mapped_port_leads_to_router"}
@@ -77,6 +79,15 @@ class EditableBootstrap:
         endpoint["endpoint"]["address"]["socket_address"]["address"] = host
         return self
 
+    def list_replicas(self, *hosts: str) -> Self:
+        """Let the replicas' cluster have these members, each on port 8000."""
+        endpoints = [
+            {"endpoint": {"address": {"socket_address": {"address": host, "port_value": 8000}}}}
+            for host in hosts
+        ]
+        self.replicas["load_assignment"]["endpoints"] = [{"lb_endpoints": endpoints}]
+        return self
+
     def add_router(self, port: int) -> Self:
         """Add a router on the same host."""
         endpoints = self.router["load_assignment"]["endpoints"][0]["lb_endpoints"]
@@ -105,7 +116,10 @@ class EditableBootstrap:
 
     def skip_responses(self) -> Self:
         mode = {**self.mode, "response_header_mode": "SKIP"}
-        self.routes.insert(0, {**self.routes[0], **override(processing_mode=mode)})
+        marked = {"name": "x-extproc-response-skipped", "present_match": True}
+        match = {"prefix": "/", "headers": [marked]}
+        match_and_mode = {"match": match, **override(processing_mode=mode)}
+        self.routes.insert(0, {**self.routes[0], **match_and_mode})
         return self
 
     def keep_forged_mark(self) -> Self:
@@ -154,6 +168,7 @@ def override(**overrides: object) -> dict[str, object]:
 
 
 WHOLE_BODY = {"request_body_mode": "BUFFERED"}
+CATCH_ALL = {"match": {"prefix": "/"}, "route": {"cluster": "web"}}
 WEB = {"match": {"prefix": "/web"}, "route": {"cluster": "web"}}
 BUFFER_PER_ROUTE = "type.googleapis.com/envoy.extensions.filters.http.buffer.v3.BufferPerRoute"
 NO_BUFFER, BUFFERED = (
@@ -165,7 +180,7 @@ NO_BUFFER, BUFFERED = (
     for config in ({"disabled": True}, {"buffer": {"max_request_bytes": 2**26}})
 )
 
-Settings = dict[str, dict[str, Any]]
+Settings = dict[str, Any]
 SINGLE_CHOICE: Settings = {"serve": {"second_choice": False}}  # fits every cluster
 NAMED: Settings = {
     "route": {"policy_header": "x-extproc-policy", "session_cookie": "sid"},
@@ -174,6 +189,7 @@ NAMED: Settings = {
 UNDERSCORE: Settings = {"request": {"tenant_header": "x_tenant"}}
 PRIORITIES: Settings = {"hold": {"objectives": {"urgent": {"priority": 1, "tenants": ["a"]}}}}
 DECISIONS: Settings = {"serve": {"decision_metadata": True}}
+REPLICAS: Settings = {"replicas": ["10.0.0.1:8000", "http://10.0.0.2:8000"]}
 TLS: Settings = {"serve": {"tls_cert": "tls.crt", "tls_key": "tls.key"}}
 _TRANSPORTS = "type.googleapis.com/envoy.extensions.transport_sockets"
 UPSTREAM_TLS = {"@type": f"{_TRANSPORTS}.tls.v3.UpstreamTlsContext", "sni": "router"}
@@ -380,6 +396,10 @@ BREAKAGES = [
      lambda b: (b.add_cluster("other"), b.route.update(cluster="other"))),
     error("routes_lead_to_replicas", "Write cluster: 'replicas'",
      lambda b: (b.add_cluster("other"), b.split({"name": "replicas"}, {"name": "other"}))),
+    error("routes_can_match", "routes[0], before it in the virtual host, takes every request",
+     lambda b: b.routes.append(b.routes[0])),
+    error("routes_can_match", "Move that route to the end",
+     lambda b: (b.add_cluster("web"), b.routes.insert(0, CATCH_ALL))),
     error("headers_come_with_body", "lacks request.headers['cookie'], request.headers['x-tenant']:",
      lambda b: None, NAMED),  # the shipped file has the header of route.policy_header
     error("named_headers_arrive", "is DROP_HEADER, and the router's settings name x_tenant: ",
@@ -406,6 +426,10 @@ BREAKAGES = [
     error("observed_requests_are_served", "they get 503",
      lambda b: b.original_dst(metadata_key={"key": "envoy.lb", "path": [{"key": DESTINATION}]}),
      {"serve": {"share": 0.05, "second_choice": False}}),
+    error("placeholder_is_replaced", "the placeholder vllm.example",
+     lambda b: b.list_replicas("vllm.example"), REPLICAS),
+    error("members_are_replicas", "lists 10.0.0.3:8000, 10.0.0.4:8000, and",
+     lambda b: b.list_replicas("10.0.0.3", "10.0.0.4"), REPLICAS),
     error("transport_matches", "'router' speaks plain text, but", lambda b: None, TLS),
     error("transport_matches", "'router' speaks TLS, but this configuration",
      lambda b: b.set_transport(UPSTREAM_TLS)),
@@ -422,8 +446,58 @@ def test_broken_rule_is_only_finding(
     assert finding.where
 
 
+def test_findings_say_that_shipped_files_are_in_the_repository() -> None:
+    """An installed package has no folder ``envoy``."""
+    findings = [*complaints({}), *complaints(changed(lambda b: b.filters.pop(0)))]
+    texts = [each.text for each in findings] + [rule.text for rule in (*RULES, *OBSERVER_RULES)]
+    named = re.findall(r"envoy/\w+\.yaml(.{28})", " ".join(texts))
+    assert {*named} == {" of the project's repository"}
+
+
 def test_every_rule_has_a_breakage() -> None:
     assert {rule.id for rule in RULES} == {row.id for row in BREAKAGES} | {"one_replica_is_named"}
+
+
+INAPPLICABLE: list[tuple[str, str, Breakage]] = [
+    ("replica_cluster_obeys", "cluster_reads_metadata",
+     lambda b: b.replicas.pop("load_balancing_policy")),
+    ("replica_cluster_obeys", "metadata_is_received",
+     lambda b: b.replicas.pop("load_balancing_policy")),
+    ("override_source_is_known", "cluster_reads_metadata",
+     lambda b: b.override.update(override_host_sources=[{"header": "x-other"}])),
+    ("filter_is_enabled", "routes_ask_router", lambda b: b.filters[0].update(disabled=True)),
+    ("requests_wait", "routes_wait", lambda b: b.filters.pop(1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("broken", "rule", "breakage"), INAPPLICABLE)
+def test_rule_that_another_mistake_makes_inapplicable_is_not_ok(
+    broken: str, rule: str, breakage: Breakage
+) -> None:
+    judged = {finding.rule for finding in check_envoy(changed(breakage))}
+    assert broken in judged
+    assert rule not in judged
+
+
+DENIED = [
+    ("never asks the router", "(asks the router|pass the ext_proc filter|router (gets|sees))"),
+    ("ignores the router's choice|takes none from", "(go where the router says|has an effect)"),
+    ("leaves? before the router has", "before the request leaves"),
+    ("fails? while the router is down", "while the router is down"),
+    ("cuts a request", "No idle timeout cuts"),
+    ("gets 413", "Bodies .* are accepted"),
+]
+"""Words of a finding, and words with which an OK would deny the finding."""
+
+
+@pytest.mark.parametrize(("found", "denial"), DENIED)
+def test_no_ok_denies_a_finding(found: str, denial: str) -> None:
+    for *_, breakage, settings in (row.values for row in BREAKAGES):
+        findings = check_envoy(changed(breakage), Config.model_validate(settings))
+        bad = [each.text for each in findings if each.level is not Level.OK]
+        if any(re.search(found, text) for text in bad):
+            good = [each.text for each in findings if each.level is Level.OK]
+            assert not [text for text in good if re.search(denial, text)], bad
 
 
 ALLOWED: list[Breakage] = [
@@ -447,6 +521,8 @@ ALLOWED: list[Breakage] = [
      b.tree.update(dynamic_resources={"cds_config": {"ads": {}}})),
     lambda b: b.add_listener(),
     lambda b: (b.add_cluster("web"), b.routes.append(WEB)),
+    lambda b: b.routes.insert(0, {**b.routes[0], "match": {"prefix": "/", "grpc": {}}}),
+    lambda b: (b.add_cluster("web"), b.routes.append(CATCH_ALL)),
     lambda b: b.split({"name": "replicas"}),
     lambda b: (b.manager.update(stream_idle_timeout="0s"), b.route.update(idle_timeout="120s")),
     lambda b: (b.manager.update(stream_idle_timeout="1s"), b.route.update(idle_timeout="0s")),
@@ -498,6 +574,18 @@ JUDGED: list[tuple[str, bool, Settings, Breakage]] = [
      lambda b: b.ext_proc.update(max_message_timeout="60s")),
     ("requests_can_queue", False, {"hold": {"longest_s": 0}},
      lambda b: b.ext_proc.pop("max_message_timeout")),
+    ("placeholder_is_replaced", True, REPLICAS, lambda b: b.list_replicas("vllm.internal")),
+    ("placeholder_is_replaced", False, {}, lambda b: b.list_replicas("vllm.example")),
+    ("members_are_replicas", True, REPLICAS, lambda b: b.list_replicas("10.0.0.2", "10.0.0.3")),
+    *(("members_are_replicas", False, settings, lambda b: b.list_replicas("10.0.0.3"))
+      for settings in (
+          {},
+          {"replicas": ["vllm.internal:8000"]},
+          {"replicas": [{"dns": "vllm.internal:8000"}]},
+          REPLICAS | {"replicas_file": "replicas.yaml"},
+          REPLICAS | {"pools": {"b": {"replicas": ["vllm.internal:8000"]}}},
+      )),
+    ("members_are_replicas", False, REPLICAS, lambda b: b.list_replicas("10.0.0.3", "fast")),
     ("transport_matches", True, TLS, lambda b: b.set_transport(UPSTREAM_TLS)),
     ("transport_matches", True, TLS, lambda b: b.set_transport(WRAPPED_TLS)),
 ]  # fmt: skip
@@ -628,6 +716,18 @@ def test_command_prints_worst_first_and_fails_on_error(
     path.write_text(yaml.safe_dump(bad.tree), encoding="utf-8")
     levels = [line.split()[0] for line in check(path, 1)]
     assert list(dict.fromkeys(levels)) == ["error", "warning", "ok"]
+
+
+@pytest.mark.parametrize("name", ["envoy.yaml", "ext_proc.yaml"])
+def test_first_dead_route_is_named(name: str) -> None:
+    tree: Any = read_yaml(ENVOY / name)
+    host = tree if "routes" in tree else manager_of(tree)["route_config"]["virtual_hosts"][0]
+    routes = host["routes"]
+    routes.insert(1, routes.pop())
+    (finding,) = complaints(tree, {})
+    assert finding.rule == "routes_can_match"
+    assert finding.where.endswith(f"routes[2].route and {len(routes) - 3} more")
+    assert "routes[1], before it" in finding.text
 
 
 def test_mistake_that_routes_repeat_is_reported_once() -> None:

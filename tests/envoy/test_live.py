@@ -272,7 +272,7 @@ async def test_running_envoy_is_checked_like_its_file(
         lines = await check(*arguments)
         assert all("message_timeout is 10 s" in line for line in bad(lines))  # tests are patient
         ok = [line for line in lines if line.startswith("ok ")]
-        assert any("Requests go where the router says" in line for line in ok)
+        assert any("The replicas' cluster can obey the router" in line for line in ok)
         await stack.process("router").kill()
         await until(lambda: _unhealthy(stack.envoy_admin))
         error, *_ = bad(await check(*arguments, status=1))

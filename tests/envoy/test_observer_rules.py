@@ -53,6 +53,8 @@ Change = Callable[[dict[str, Any], dict[str, Any]], object]  # of the manager an
          lambda manager, _: manager["route_config"]["virtual_hosts"][0]["routes"].pop(0)),
         ("end_is_told_soon", Level.WARNING,
          lambda _, ext_proc: ext_proc.pop("deferred_close_timeout")),
+        ("routes_can_match", Level.ERROR,
+         lambda manager, _: manager["route_config"]["virtual_hosts"][0]["routes"].reverse()),
         ("fails_open", Level.ERROR, lambda _, ext_proc: ext_proc.pop("failure_mode_allow")),
     ],
 )  # fmt: skip
