@@ -7,10 +7,11 @@ from extproc.envoy.cluster_rules import CLUSTER_RULES
 from extproc.envoy.envoy_file import EXT_PROC, EnvoyFile
 from extproc.envoy.finding import Finding, Level, worst_first
 from extproc.envoy.observer_rules import OBSERVER_RULES, only_observes
+from extproc.envoy.route_rules import ROUTE_RULES
 from extproc.envoy.rules import FILTER_RULES
 from extproc.envoy.tree import CLUSTER, LISTENER, ROUTE
 
-RULES = (*FILTER_RULES, *CLUSTER_RULES)
+RULES = (*FILTER_RULES, *ROUTE_RULES, *CLUSTER_RULES)
 _NOT_ENVOY = (
     "not an Envoy file: no part of Envoy's configuration was found in it. Give a bootstrap, a "
     "fragment of a bootstrap, or a patch for a mesh"

@@ -1,35 +1,27 @@
-"""Rules on clusters, and on the listeners and routes in front of them, as a table."""
+"""Rules on clusters, as a table."""
 
-from datetime import timedelta
 from itertools import starmap
 
 from extproc.envoy.envoy_file import (
-    BUFFER,
-    EXT_PROC,
     OVERRIDE_HOST,
     EnvoyFile,
-    clusters_of,
     destination,
     sources,
 )
 from extproc.envoy.finding import Level
 from extproc.envoy.rules import (
-    DEFAULT_BUFFER,
     Rule,
-    is_body_first,
-    is_full_duplex,
-    seconds,
+    names_second,
+    takes_one_address,
     wanted_sources,
 )
-from extproc.envoy.tree import CLUSTER, LISTENER, MANAGER, ROUTE, ROUTE_ENTRY, Node
+from extproc.envoy.tree import CLUSTER, Node
 from extproc.ground.address import is_ip, join_address, split_address
 from extproc.proxy.messages import DESTINATION, METADATA_NAMESPACE
 
 # Circuit breakers, and Envoy's defaults.
 _LIMITS = {"max_connections": 1024, "max_pending_requests": 1024, "max_requests": 1024}
 _RETRY_LIMIT = {"max_retries": 3}
-_SHORT_ROUTE = timedelta(minutes=10)
-_SHORT_WAIT = timedelta(minutes=1)
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _SOCKET = "envoy.config.core.v3.SocketAddress"
 _TLS = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
@@ -43,70 +35,6 @@ def _candidates(file: EnvoyFile) -> list[Node]:
     return file.replica_clusters or others
 
 
-def _has_route_timeouts(file: EnvoyFile) -> bool:
-    """Return true if every route to the replicas sets an idle timeout."""
-    routes = file.replica_routes
-    return bool(routes) and all("idle_timeout" in route for route in routes)
-
-
-def _takes_one_address(file: EnvoyFile) -> list[Node]:
-    """Return the replica clusters that lack override_host: they accept one address, not a list."""
-    return [cluster for cluster in file.replica_clusters if not file.all(OVERRIDE_HOST, cluster)]
-
-
-def _names_second(file: EnvoyFile) -> bool:
-    """Return true if the router names a second choice of replica, for retries."""
-    setting = file.config.serve.second_choice
-    return not all(map(is_full_duplex, file.filters)) if setting is None else setting
-
-
-def _with_second(file: EnvoyFile) -> list[Node]:
-    """Return the routes on which Envoy can retry on the router's second choice."""
-    others = {cluster["name"] for cluster in _takes_one_address(file)}
-    return [route for route in file.replica_routes if not clusters_of(route) & others]
-
-
-def _leads_elsewhere(route: Node, file: EnvoyFile) -> str:
-    obeying = {cluster["name"] for cluster in file.replica_clusters}
-    named = clusters_of(route)
-    missing = named - file.cluster_names if file.lists_all_clusters else set()
-    others = named & file.cluster_names - obeying
-
-    def may_obey(other: Node) -> bool:
-        return not clusters_of(other) or bool(clusters_of(other) & obeying)
-
-    if not named & obeying and any(map(may_obey, file.all(ROUTE))):
-        return ""
-    write = f"Write cluster: {' or '.join(sorted(map(repr, obeying)))}"
-    if missing:
-        return (
-            f"the route leads to {', '.join(sorted(map(repr, missing)))}, a cluster that the file "
-            f"lacks. {write}, which obeys the router"
-        )
-    if others:
-        return (
-            f"the route leads to {', '.join(sorted(map(repr, others)))}, which ignores the "
-            f"router's choice: it has no policy override_host. {write}, which has it, or give "
-            "load_balancing_policy: override_host to this one"
-        )
-    return ""
-
-
-def _hiding(route: Node, file: EnvoyFile) -> str:
-    """Return the first entry that takes every request before this route, such as ``routes[0]``."""
-    entry = route.path[:-1]
-    hiding = (
-        other.path
-        for other in file.all(ROUTE_ENTRY)
-        if other.path[:-1] == entry[:-1] and other.path < entry and _takes_all(other["match"])
-    )
-    return next((f"{name}[{index}]" for *_, name, index in hiding), "")
-
-
-def _takes_all(match: Node) -> bool:
-    return match["prefix"] == "/" and match.keys() <= {"prefix", "case_sensitive"}
-
-
 def _low_limits(cluster: Node, file: EnvoyFile) -> str:
     thresholds = cluster["circuit_breakers"]["thresholds"]
     default = [threshold for threshold in thresholds if threshold["priority"] == "DEFAULT"]
@@ -117,36 +45,6 @@ def _low_limits(cluster: Node, file: EnvoyFile) -> str:
         for name, limit in (_LIMITS | _RETRY_LIMIT if is_retried else _LIMITS).items()
         if max((threshold[name] or 0 for threshold in default), default=0) <= limit
     )
-
-
-def _cuts_responses(route: Node, _: EnvoyFile) -> str:
-    if (timeout := route["timeout"]) is None:
-        return "Envoy's default of 15 s"
-    return f"{seconds(timeout)} s" if timedelta() < timeout < _SHORT_ROUTE else ""
-
-
-def _cuts_waiting(node: Node, _: EnvoyFile) -> str:
-    name = "stream_idle_timeout" if node.kind == MANAGER else "idle_timeout"
-    timeout = node[name]
-    if not timeout or timeout >= _SHORT_WAIT:
-        return ""
-    return (
-        f"{name} is {seconds(timeout)} s: Envoy cuts a request that waits longer for its first "
-        f"token. Write {name}: 3600s"
-    )
-
-
-def _not_retried(route: Node, _: EnvoyFile) -> str:
-    """Return the failures that the route does not retry: connect-failure, status 500, or both."""
-    policy = route["retry_policy"]
-    if policy and policy["num_retries"] == 0:
-        return "anything (num_retries: 0)"
-    conditions = {condition.strip() for condition in policy["retry_on"].split(",")}
-    by_status = "retriable-status-codes" in conditions and 500 in policy["retriable_status_codes"]
-    lacking = [] if "connect-failure" in conditions else ["connect-failure"]
-    if not by_status and "5xx" not in conditions:
-        lacking.append("status 500")
-    return " and ".join(lacking)
 
 
 def _ports(file: EnvoyFile, cluster: Node) -> set[int]:
@@ -234,32 +132,6 @@ def _misses_tls(cluster: Node, file: EnvoyFile) -> str:
 # A table: the formatter would give each field a line.
 # fmt: off
 CLUSTER_RULES = (
-    Rule("routes_lead_to_replicas", Level.ERROR,
-        lambda file: file.all(ROUTE) if file.replica_clusters else [],
-        "A route leads to the replicas' cluster.",
-        _leads_elsewhere),
-    Rule("routes_can_match", Level.ERROR, lambda file: file.replica_routes,
-        "No route to the replicas stands behind a route that takes every request.",
-        _hiding,
-        "the route never matches: {}, before it in the virtual host, takes every request (prefix "
-        "/). Move that route to the end"),
-    Rule("routes_ask_router", Level.ERROR,
-        lambda file: file.replica_routes
-            if any(map(file.is_enabled, file.all(EXT_PROC))) else [],
-        "The ext_proc filter is enabled for every route to the replicas.",
-        lambda route, file: not file.passes(EXT_PROC, route),
-        "the ext_proc filter is disabled for this route: its requests never ask the router. Remove "
-        "disabled: true from typed_per_filter_config of the route, its virtual host and its "
-        "weighted clusters, or enable the filter there with overrides: {{}}"),
-    Rule("routes_wait", Level.ERROR,
-        lambda file: [route for route in file.replica_routes
-            if file.passes(EXT_PROC, route) and any(map(is_body_first, file.filters_of(route)))]
-            if file.all(BUFFER) else [],
-        "The buffer filter is enabled for every route on which the body comes first.",
-        lambda route, file: not file.passes(BUFFER, route),
-        "the filter envoy.filters.http.buffer is disabled for this route, and request_header_mode "
-        "is SKIP: requests leave before the router has their body. Remove disabled: true, or "
-        "override ext_proc's processing_mode there with request_header_mode: SEND"),
     Rule("replica_cluster_obeys", Level.ERROR, _candidates,
         "The replicas' cluster can obey the router: it has override_host, or is ORIGINAL_DST.",
         lambda cluster, file: cluster not in file.replica_clusters and wanted_sources(file),
@@ -344,39 +216,6 @@ CLUSTER_RULES = (
         "{{keepalive_time: 10, keepalive_interval: 5, keepalive_probes: 3}}}}, and for requests "
         "sent to it later upstream_bind_config: {{socket_options: [{{level: 6, name: 18, "
         "int_value: 25000}}]}} (Linux's TCP_USER_TIMEOUT)"),
-    Rule("large_bodies_pass", Level.WARNING,
-        lambda file: [listener for listener in file.all(LISTENER) if file.all(EXT_PROC, listener)]
-            or file.all(LISTENER),  # a fragment has the filter outside of its listeners
-        "The listener accepts bodies larger than 1 MiB.",
-        lambda listener, _: (
-            (listener["per_connection_buffer_limit_bytes"] or 0) <= DEFAULT_BUFFER
-        ),
-        "per_connection_buffer_limit_bytes is 1 MiB or less: a larger body, such as one with an "
-        "image, gets 413. Write per_connection_buffer_limit_bytes: 67108864"),
-    Rule("responses_may_be_long", Level.ERROR, lambda file: file.replica_routes,
-        "No route timeout cuts a long response.",
-        _cuts_responses,
-        "the route's timeout is {}: Envoy cuts longer responses. Write timeout: 0s"),
-    Rule("responses_may_be_silent", Level.WARNING, lambda file: file.managers,
-        "No default idle timeout cuts a request that waits in a replica's queue.",
-        lambda manager, file: (
-            "stream_idle_timeout" not in manager and not _has_route_timeouts(file)
-        ),
-        "stream_idle_timeout is Envoy's default of 5 min: Envoy cuts a response that is queued or "
-        "not streamed for longer. Write stream_idle_timeout: 3600s"),
-    Rule("first_tokens_may_wait", Level.ERROR,
-        lambda file: [
-            *([] if _has_route_timeouts(file) else file.managers), *file.replica_routes
-        ],
-        "No short idle timeout cuts a request that waits for its first token.",
-        _cuts_waiting),
-    Rule("second_choice_is_tried", Level.WARNING, _with_second,
-        "A request that a dead or broken replica fails is tried again.",
-        _not_retried,
-        "the route does not retry on {}: until the router ejects a replica that is dead or "
-        "answers 500, clients get its failures, though the router names a second choice. Write "
-        'retry_policy: {{retry_on: "connect-failure,refused-stream,reset,retriable-status-codes", '
-        "retriable_status_codes: [500, 502, 503], num_retries: 1}}"),
     Rule("router_port_matches", Level.ERROR, lambda file: _listed_routers(file, named=False),
         "Envoy connects to the port at which the router listens.",
         _other_ports,
@@ -395,9 +234,9 @@ CLUSTER_RULES = (
         "Envoy and the router speak TLS.",
         _misses_tls,
         "cluster {node[name]!r} speaks {}"),
-    Rule("one_replica_is_named", Level.ERROR, _takes_one_address,
+    Rule("one_replica_is_named", Level.ERROR, takes_one_address,
         "The router names a single replica to a cluster that takes no list.",
-        lambda _, file: _names_second(file),
+        lambda _, file: names_second(file),
         "cluster {node[name]!r} takes one address, but this configuration lets the router name "
         "two: no request goes where the router says. Set serve.second_choice: false, or name the "
         "router's configuration with --config"),

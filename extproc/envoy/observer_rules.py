@@ -5,6 +5,7 @@ from datetime import timedelta
 from extproc.envoy.cluster_rules import CLUSTER_RULES
 from extproc.envoy.envoy_file import EXT_PROC, EnvoyFile
 from extproc.envoy.finding import Level
+from extproc.envoy.route_rules import ROUTE_RULES
 from extproc.envoy.rules import FILTER_RULES, Rule, mode
 
 _DEFAULT_CLOSE = timedelta(seconds=5)
@@ -34,7 +35,7 @@ def only_observes(file: EnvoyFile) -> bool:
 # A table: the formatter would give each field a line.
 # fmt: off
 OBSERVER_RULES = (
-    *(rule for rule in (*FILTER_RULES, *CLUSTER_RULES) if rule.id in _SHARED),
+    *(rule for rule in (*FILTER_RULES, *ROUTE_RULES, *CLUSTER_RULES) if rule.id in _SHARED),
     Rule("router_is_ignored", Level.ERROR, lambda file: file.all(EXT_PROC),
         "Envoy and the router agree that the router only observes.",
         lambda _, file: file.config.serve.mode != "observe",

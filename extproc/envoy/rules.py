@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
-from extproc.envoy.envoy_file import BUFFER, EXT_PROC, EnvoyFile, router_cluster
+from extproc.envoy.envoy_file import BUFFER, EXT_PROC, OVERRIDE_HOST, EnvoyFile, router_cluster
 from extproc.envoy.finding import Finding, Level
 from extproc.envoy.tree import MANAGER, Node
 from extproc.proxy.messages import (
@@ -139,6 +139,17 @@ def _skips_responses(filter: Node, file: EnvoyFile) -> str:
 
 
 # A table: the formatter would give each field a line.
+def takes_one_address(file: EnvoyFile) -> list[Node]:
+    """Return the replica clusters that lack override_host: they accept one address, not a list."""
+    return [cluster for cluster in file.replica_clusters if not file.all(OVERRIDE_HOST, cluster)]
+
+
+def names_second(file: EnvoyFile) -> bool:
+    """Return true if the router names a second choice of replica, for retries."""
+    setting = file.config.serve.second_choice
+    return not all(map(is_full_duplex, file.filters)) if setting is None else setting
+
+
 # fmt: off
 FILTER_RULES = (
     Rule("router_cluster_exists", Level.ERROR,
