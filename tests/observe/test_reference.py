@@ -172,7 +172,8 @@ def test_reference_lists_metrics_alerts_and_log_events() -> None:
 def test_pages_name_only_metrics_that_exist() -> None:
     shown = {re.sub("_(bucket|sum|count)$", "", name) for name in series()}
     pages = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]
-    texts = (re.sub("### Removed.*?(?=\n### )", "", page.read_text(), flags=re.S) for page in pages)
+    # Without the column "before" of the changelog's tables of names.
+    texts = (re.sub(r"^  \|[^|]+\|", "", page.read_text(), flags=re.M) for page in pages)
     named = {name for text in texts for name in re.findall(r"\bextproc_[a-z_]+", text)}
     assert "extproc_state_age_seconds" in named
     assert named - shown == set()
