@@ -33,7 +33,7 @@ _LEDGER_S = 5.0
 
 
 async def play(scene: ChaosScene, system: FaultySystem) -> Times:
-    """Make a part fail and repair it; return after the recovery, or after 30 s without one."""
+    """Make a part fail and repair it; return after the recovery, or after 60 s without one."""
     began = time.monotonic()
     await asyncio.sleep(_BEFORE_S)
     failed = time.monotonic()
