@@ -39,6 +39,7 @@ LONG_LINES = {
 """Kinds of lines that may be longer, besides code blocks and parts that a program writes."""
 
 
+@pytest.mark.slow
 def test_prose_lint_finds_nothing() -> None:
     found = [*hits()]
     assert not found, "\n".join(found)

@@ -158,6 +158,7 @@ async def test_logged_decision_keeps_no_arrays_of_requests_in_flight(
     assert held < records * in_flight * 8
 
 
+@pytest.mark.slow
 async def test_keepalive_ends_requests_of_vanished_envoy(services: Services) -> None:
     server = GrpcServer(services, keepalive_s=2.0)
     port = await server.start("127.0.0.1:0")

@@ -114,6 +114,7 @@ async def test_spans_show_refused_and_unrouted_requests(
     assert attributes(unrouted)["extproc.result"] == "unrouted"
 
 
+@pytest.mark.slow
 def test_missing_collector_does_not_delay_shutdown() -> None:
     before = {*threading.enumerate()}
     traces = Traces("http://127.0.0.1:1")

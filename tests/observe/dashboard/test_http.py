@@ -130,6 +130,7 @@ async def test_viewer_that_reads_nothing_is_disconnected(
             await until(only_place_is_free)
 
 
+@pytest.mark.slow
 async def test_snapshot_of_a_large_fleet_delays_no_request(
     client: ClientSession, services: Services
 ) -> None:
