@@ -100,8 +100,7 @@ def _listed_routers(file: EnvoyFile, named: bool) -> list[Node]:
     """
 
     def has_name(cluster: Node) -> bool:
-        hosts = (member["address"] for member in file.all(_SOCKET, cluster["load_assignment"]))
-        return not all(is_ip(host) or host == "localhost" for host in hosts)
+        return not all(is_ip(host) or host == "localhost" for host, _ in _members(file, cluster))
 
     clusters = [cluster for cluster in file.router_clusters if _ports(file, cluster)]
     return [cluster for cluster in clusters if has_name(cluster) == named]

@@ -2,12 +2,7 @@
 
 from datetime import timedelta
 
-from extproc.envoy.envoy_file import (
-    BUFFER,
-    EXT_PROC,
-    EnvoyFile,
-    clusters_of,
-)
+from extproc.envoy.envoy_file import BUFFER, EXT_PROC, EnvoyFile, clusters_of
 from extproc.envoy.finding import Level
 from extproc.envoy.rules import (
     DEFAULT_BUFFER,
@@ -105,6 +100,8 @@ def _not_retried(route: Node, _: EnvoyFile) -> str:
     return " and ".join(lacking)
 
 
+# A table: the formatter would give each field a line.
+# fmt: off
 ROUTE_RULES = (
     Rule("routes_lead_to_replicas", Level.ERROR,
         lambda file: file.all(ROUTE) if file.replica_clusters else [],
@@ -165,4 +162,5 @@ ROUTE_RULES = (
         "answers 500, clients get its failures, though the router names a second choice. Write "
         'retry_policy: {{retry_on: "connect-failure,refused-stream,reset,retriable-status-codes", '
         "retriable_status_codes: [500, 502, 503], num_retries: 1}}"),
-)  # fmt: skip
+)
+# fmt: on

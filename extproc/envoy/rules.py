@@ -138,7 +138,6 @@ def _skips_responses(filter: Node, file: EnvoyFile) -> str:
     )
 
 
-# A table: the formatter would give each field a line.
 def takes_one_address(file: EnvoyFile) -> list[Node]:
     """Return the replica clusters that lack override_host: they accept one address, not a list."""
     return [cluster for cluster in file.replica_clusters if not file.all(OVERRIDE_HOST, cluster)]
@@ -150,6 +149,7 @@ def names_second(file: EnvoyFile) -> bool:
     return not all(map(is_full_duplex, file.filters)) if setting is None else setting
 
 
+# A table: the formatter would give each field a line.
 # fmt: off
 FILTER_RULES = (
     Rule("router_cluster_exists", Level.ERROR,
