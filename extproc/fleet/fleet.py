@@ -436,7 +436,6 @@ class Fleet:
             candidates = self.eligibility.without_full(candidates, model, requests)
         view = self._view(candidates)
         if len(view) and most(view.by_priority) > 0.0:
-            view.has_priorities = True
             self._overtake(view, priority)
         if untried := self.untried(view):
             self._favour(untried, view)

@@ -7,7 +7,7 @@ import numpy as np
 from extproc.fleet.peers import Peers
 from extproc.fleet.reconcile import drop_stale_load
 from extproc.fleet.tables import Replicas, Requests, count
-from extproc.predict.inputs import Floats, Indices
+from extproc.predict.inputs import Floats, Indices, most
 from extproc.predict.lengths import OutputLengths
 
 _TICK = 0.005  # seconds by which requests move forward at least; shorter than any step
@@ -212,7 +212,7 @@ class Progress:
         requests, replicas = self._requests, self._replicas
         on = requests.replica[rows]
         generated = replicas.steps[on] - requests.steps_before[rows]
-        if replicas.speculate:
+        if len(on) and most(replicas.tokens_per_step) > 1.0:
             generated *= replicas.tokens_per_step[on]
         np.maximum(generated, 0.0, out=generated)
         np.minimum(generated, requests.bound[rows], out=generated)

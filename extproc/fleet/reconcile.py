@@ -45,7 +45,6 @@ class Reconciliation:
         limit = state.max_num_seqs or max(profile.max_num_seqs * engines, state.running)
         replicas.max_num_seqs[row] = limit
         replicas.tokens_per_step[row] = state.tokens_per_step
-        replicas.speculate |= state.tokens_per_step > 1.0
 
     def restarted(self, row: int, steps: float) -> None:
         """Begins a replica's counts anew: its process restarted, and has made ``steps`` steps."""

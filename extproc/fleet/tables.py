@@ -136,8 +136,6 @@ class Replicas(Columns, Table):
     peers_expected: Floats
     peers_parts: Floats
 
-    speculate = False  # True: a replica generated several tokens in a step
-
     @property
     def prefilling(self) -> Floats:
         """KV tokens of this router's prompts that are prefilled in part."""

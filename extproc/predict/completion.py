@@ -105,7 +105,7 @@ def predict(
     ttft = wait + prefill
     completion = ttft + decode
     taken, preemptible = view.taken, None
-    if view.has_priorities:
+    if most(view.by_priority) > 0.0:
         preemptible, preempted_growth = _preemptible(profile.priority, view, sequences, out)
         taken = np.maximum(taken + view.overtaken - preemptible, 0.0)
         growth = growth - preempted_growth

@@ -110,7 +110,6 @@ class FleetView(Columns):
     outside_steps: tuple[float, float, float] = 0.0, 0.0, 0.0
     """Coefficients x, y and z of the delay of first tokens beyond the engine's steps
     (:class:`~extproc.predict.correction.FirstTokens`)."""
-    has_priorities = False  # True: a candidate schedules by priority
     overtaken: Floats | float = 0.0
     """Prompt tokens of requests of lower priority in each replica's queue: the request overtakes
     them, and ``backlog`` leaves them out."""
