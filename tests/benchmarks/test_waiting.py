@@ -23,10 +23,14 @@ CONVERSATION = Path(__file__).parents[2] / "benchmarks/traces/azure-2023-conv.js
 TENANTS = (0, "tenant 1"), (0, "tenant 2")  # with their priority
 
 
+def a10s(count: int) -> FleetFile:
+    group = {"name": "a", "profile": "llama-8b-a10", "count": count}
+    return FleetFile.model_validate({"replicas": [group]})
+
+
 @pytest.fixture
 def two() -> FleetFile:
-    group = {"name": "a", "profile": "llama-8b-a10", "count": 2}
-    return FleetFile.model_validate({"replicas": [group]})
+    return a10s(2)
 
 
 def play(two: FleetFile, speed: float, most: int, **options: Any) -> list[Served]:
@@ -100,9 +104,7 @@ def test_small_requests_take_no_share_from_large_ones(
             leads.append(abs(shares.tag(TENANTS[0]) - shares.tag(TENANTS[1])))
 
     monkeypatch.setattr(Shares, "charge", record)
-    group = {"name": "a", "profile": "llama-8b-a10", "count": 8}
-    eight = FleetFile.model_validate({"replicas": [group]})
-    simulation = FleetSimulation(eight, "completion", seed=seed, hold=True, tenants=[10, 1])
+    simulation = FleetSimulation(a10s(8), "completion", seed=seed, hold=True, tenants=[10, 1])
     for _ in simulation.run(trace.read([CONVERSATION], speed=13.0, most=5_000)):
         if simulation.clock() > 60.0:
             break
