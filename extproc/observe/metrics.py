@@ -54,10 +54,9 @@ class Counts(Counter):
         (family,) = self.collect()
         return [(tuple(sample.labels.values()), sample.value) for sample in family.samples]
 
-    def keep(self, label: str, values: Container[str]) -> None:
-        """Remove the series whose value of ``label`` is not among ``values``."""
-        at = self._labelnames.index(label)
-        for dropped in [labels for labels in self._children if labels[at] not in values]:
+    def keep(self, replicas: Container[str]) -> None:
+        """Remove the series of all other replicas; ``replica`` must be the last label."""
+        for dropped in [labels for labels in self._children if labels[-1] not in replicas]:
             del self._children[dropped]
             self.remove(*dropped)
 
@@ -280,12 +279,6 @@ class RouterMetrics:
     def skipped(self, reason: str, number: int) -> None:
         self._skipped.add(reason, by=number)
 
-    def set_excluded(self, reasons: Iterable[tuple[str, str]]) -> None:
-        _mark(self.excluded, reasons)
-
-    def set_frozen(self, replicas: Iterable[str]) -> None:
-        _mark(self.frozen, zip(replicas))
-
     def set_speeds(self, states: Iterable[ReplicaState]) -> None:
         self.speed.clear()
         for state in states:
@@ -296,47 +289,44 @@ class RouterMetrics:
 
     def drop_other_replicas(self, replicas: Container[str]) -> None:
         for counts in (self.decisions, self.failures, self.hits_expected, self.hits_reported):
-            counts.keep("replica", replicas)
+            counts.keep(replicas)
 
     def set_waiting(
-        self, waiting: Sequence[tuple[str, str, int]], used: Sequence[tuple[str, float]]
+        self, waiting: Sequence[tuple[tuple[str, str], int]], used: Sequence[tuple[str, float]]
     ) -> None:
-        """Set the gauges of queued requests, and of tenants' shares of replica time. ``used``:
-        tenants with their replica-seconds."""
-        label = _labels(((tenant, count) for _, tenant, count in waiting), _TENANTS)
+        """Set the gauges of queued requests, by objective and tenant, and of tenants' shares of
+        replica time. ``used``: tenants with their replica-seconds."""
         self.waiting.clear()
         self.waiting.labels("", "").set(0)
-        for objective, tenant, count in waiting:
-            self.waiting.labels(objective, label[tenant]).inc(count)
-        label, total = _labels(used, _TENANTS), sum(seconds for _, seconds in used)
+        _add_most(self.waiting, _TENANTS, waiting)
         self.share.clear()
-        for tenant, seconds in used:
-            self.share.labels(label[tenant]).inc(seconds / total)
+        total = sum(seconds for _, seconds in used)
+        _add_most(self.share, _TENANTS, [((tenant,), seconds / total) for tenant, seconds in used])
 
     def set_unserved(self, pools: Mapping[str, Mapping[str, int]]) -> None:
         """Set the gauge of queued requests whose model no replica serves, by pool and model."""
         self.unserved.clear()
         for pool, counts in pools.items():
-            label = _labels(counts.items(), _MODELS)
-            for model, count in counts.items():
-                self.unserved.labels(pool, label[model]).inc(count)
+            queued = [((pool, model), count) for model, count in counts.items()]
+            _add_most(self.unserved, _MODELS, queued)
 
 
-def _mark(gauge: Gauge, marked: Iterable[tuple[str, ...]]) -> None:
+def mark(gauge: Gauge, marked: Iterable[tuple[str, ...]]) -> None:
     """Set a gauge to 1 for these labels, and remove all other labels."""
     gauge.clear()
     for labels in marked:
         gauge.labels(*labels).set(1)
 
 
-def _labels(pairs: Iterable[tuple[str, float]], count: int) -> dict[str, str]:
-    """Map the ``count`` names with the highest sums to themselves, and all other names to
-    ``OTHER``."""
-    totals: defaultdict[str, float] = defaultdict(float)
-    for name, value in pairs:
+def _add_most(gauge: Gauge, count: int, values: Sequence[tuple[tuple[str, ...], float]]) -> None:
+    """Add values to a gauge by their labels, of which the last is a name that clients choose: the
+    ``count`` names with the highest sums keep their label, and all others get ``OTHER``."""
+    totals = defaultdict[str, float](float)
+    for (*_, name), value in values:
         totals[name] += value
     most = nlargest(count, totals, key=totals.__getitem__)
-    return dict.fromkeys(totals, OTHER) | dict(zip(most, most, strict=True))
+    for (*others, name), value in values:
+        gauge.labels(*others, name if name in most else OTHER).inc(value)
 
 
 class Demand:

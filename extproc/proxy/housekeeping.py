@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from extproc.observe.changes import CounterLog, WarningLog
 from extproc.observe.dashboard.warnings import figure_warnings, router_warnings
+from extproc.observe.metrics import mark
 from extproc.proxy.services import Services
 from extproc.replica_state import TTL_S
 
@@ -46,7 +47,7 @@ class Housekeeping:
             late = self._clock() - due
             self._delays.loop_delay_s.add(min(max(late, 0.0), _EVERY_S))
             excluded = [pair for pool in self._pools for pair in self._look_at(pool)]
-            self._metrics.set_excluded(excluded)
+            mark(self._metrics.excluded, excluded)
             self._set_gauges()
             self._history.look()
             for counter in self._counters:
@@ -79,16 +80,19 @@ class Housekeeping:
         states = [state for fleet in fleets for state in fleet.members]
         metrics.drop_other_replicas({state.id for state in states})
         metrics.set_speeds(states)
-        metrics.set_frozen(
-            state.id
-            for fleet in fleets
-            for state in fleet.members
-            if fleet.eligibility.frozen(state.id)
+        mark(
+            metrics.frozen,
+            (
+                (state.id,)
+                for fleet in fleets
+                for state in fleet.members
+                if fleet.eligibility.frozen(state.id)
+            ),
         )
         healthy = sum(state.healthy for state in states)
         metrics.replicas.labels("healthy").set(healthy)
         metrics.replicas.labels("unhealthy").set(len(states) - healthy)
-        waiting = [(*kind, count) for pool in pools for kind, count in pool.queue.sizes().items()]
+        waiting = [pair for pool in pools for pair in pool.queue.sizes().items()]
         shares = [pair for pool in pools for pair in pool.queue.shares().items()]
         metrics.set_waiting(waiting, shares)
         metrics.set_unserved({pool.config.pool: pool.queue.unserved_by_model() for pool in pools})

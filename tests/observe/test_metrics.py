@@ -29,13 +29,13 @@ def test_labels_of_clients_make_a_bounded_number_of_series(registry: CollectorRe
 def test_waiting_and_share_are_exported_by_tenant(registry: CollectorRegistry) -> None:
     metrics = RouterMetrics(registry)
     waiting, share = "extproc_requests_queued", "extproc_tenant_share_ratio"
-    metrics.set_waiting([("chat", "red", 3), ("", "red", 1)], [("red", 3.0), ("blue", 1.0)])
+    metrics.set_waiting([(("chat", "red"), 3), (("", "red"), 1)], [("red", 3.0), ("blue", 1.0)])
     assert values(registry, waiting) == {("", ""): 0, ("chat", "red"): 3, ("", "red"): 1}
     assert values(registry, share) == {("red",): 0.75, ("blue",): 0.25}
     metrics.set_waiting([], [])
     assert values(registry, waiting) == {("", ""): 0}
     assert values(registry, share) == {}
-    queued = [("chat", str(tenant), tenant) for tenant in range(1, 1001)]
+    queued = [(("chat", str(tenant)), tenant) for tenant in range(1, 1001)]
     used = [(str(tenant), float(tenant)) for tenant in range(1, 1001)] * 2  # of two pools
     metrics.set_waiting(queued, used)
     most = {str(tenant) for tenant in range(996, 1001)}
