@@ -6,6 +6,7 @@ aloud.
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from statistics import median_high
 
 import numpy as np
@@ -89,32 +90,34 @@ def redis_lost(pool: ObservedPool) -> bool:
 def pool_warnings(
     pool: ObservedPool, view: FleetView, ended: Sequence[PredictionResult]
 ) -> Iterator[str]:
-    """Yield warnings about a pool, from all its replicas and its requests that ended lately."""
-    yield from _excluded(pool, view)
-    yield from _not_followed(pool)
-    yield from _cold_caches(view, ended)
-    yield from figure_warnings(pool, view)
+    """Find warnings about a pool, from all its replicas and its requests that ended lately."""
+    return chain(
+        _excluded(pool, view),
+        _not_followed(pool),
+        _cold_caches(view, ended),
+        figure_warnings(pool, view),
+    )
 
 
 def figure_warnings(pool: ObservedPool, view: FleetView) -> Iterator[str]:
-    """Yield the warnings about a pool, except warnings whose cause has log lines of its own."""
-    yield from _stale(pool)
-    yield from _lost(pool.routers, "Envoy uses the other routers.")
-    if pool.fleet.pollers:
-        yield from _lost(pool.pollers, "The other pollers scrape its replicas.")
-    yield from _pollers(pool)
-    yield from _external(pool)
-    yield from _frozen(pool, view)
-    yield from _slow(pool)
-    yield from _drifts(pool, view)
-    yield from _full_queue(pool)
+    """Find the warnings about a pool, except warnings whose cause has log lines of its own."""
+    return chain(
+        _stale(pool),
+        _lost(pool.routers, "Envoy uses the other routers."),
+        _lost(pool.pollers, "The other pollers scrape its replicas.") if pool.fleet.pollers else (),
+        _pollers(pool),
+        _external(pool),
+        _frozen(pool, view),
+        _slow(pool),
+        _drifts(pool, view),
+        _full_queue(pool),
+    )
 
 
 def _stale(pool: ObservedPool) -> Iterator[str]:
     """Yield a warning if states are stale or missing, with the cause if known."""
     fleet, lost = pool.fleet, redis_lost(pool)
-    shares = pool.config.state == "redis" and not pool.delays.redis_refusal
-    no_poller = shares and fleet.pollers == {}
+    no_poller = fleet.pollers == {} and not pool.delays.redis_refusal
     if lost:
         yield (
             "Redis does not answer: this router knows only the last polls and its own requests. "
