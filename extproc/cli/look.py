@@ -10,13 +10,12 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from extproc.cli.arguments import CommandError, whole
 from extproc.cli.configuration import add_file, configured
 from extproc.cli.routers import AskedRouter, routers_to_ask
-from extproc.cli.screen import RouterView, draw, screen_of
+from extproc.cli.screen import RouterView, draw, screen
 from extproc.config import AdminSettings, Config
 from extproc.ground.text import WIDTH, printable
 from extproc.observe.client import RouterUnavailableError, fetch_decisions, follow, url_of
@@ -123,13 +122,15 @@ async def _top(args: argparse.Namespace, config: Config) -> str:
     routers, notes = await routers_to_ask(args.router, config)
     terminal, changed = sys.stdout.isatty(), asyncio.Event()
     once = args.once or not terminal
-    followed = [_Followed(router, changed) for router in routers]
-    tasks = [asyncio.create_task(each.follow(config.admin)) for each in followed]
+    views = [RouterView(router.name or router.admin) for router in routers]
+    tasks = [
+        asyncio.create_task(_follow(router, config.admin, view, changed))
+        for router, view in zip(routers, views, strict=True)
+    ]
     try:
         while True:
             await changed.wait()
             changed.clear()
-            views = [each.view for each in followed]
             if not any(view.snapshot for view in views) and all(view.error for view in views):
                 problems = map(printable, (*notes, *(view.error for view in views)))
                 raise RouterUnavailableError("\n".join(problems))
@@ -137,7 +138,7 @@ async def _top(args: argparse.Namespace, config: Config) -> str:
             if not enough(view.snapshot or (once and view.error) for view in views):
                 continue
             width = shutil.get_terminal_size().columns if terminal else WIDTH
-            lines = screen_of(views, notes, width)
+            lines = screen(views, notes, width)
             if once:
                 return "\n".join(lines)
             draw(lines)
@@ -147,24 +148,18 @@ async def _top(args: argparse.Namespace, config: Config) -> str:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _Followed:
-    """Router whose snapshots ``extproc top`` reads and shows."""
-
-    def __init__(self, router: AskedRouter, changed: asyncio.Event) -> None:
-        """``changed`` is set after each snapshot and after each failure."""
-        self._router = router
-        self._changed = changed
-        self.view = RouterView(router.name or router.admin)
-
-    async def follow(self, access: AdminSettings) -> None:
-        """Read snapshots until cancelled."""
-        while True:
-            try:
-                async with aclosing(follow(self._router.admin, access)) as snapshots:
-                    async for snapshot in snapshots:
-                        self.view = replace(self.view, snapshot=snapshot, error="")
-                        self._changed.set()
-            except (RouterUnavailableError, OSError, ValueError) as error:
-                self.view = replace(self.view, error=self._router.failed(error))
-                self._changed.set()
-            await asyncio.sleep(_RETRY_S)
+async def _follow(
+    router: AskedRouter, access: AdminSettings, view: RouterView, changed: asyncio.Event
+) -> NoReturn:
+    """Read the router's snapshots into ``view`` until cancelled; set ``changed`` after each
+    snapshot and after each failure."""
+    while True:
+        try:
+            async with aclosing(follow(router.admin, access)) as snapshots:
+                async for snapshot in snapshots:
+                    view.snapshot, view.error = snapshot, ""
+                    changed.set()
+        except (RouterUnavailableError, OSError, ValueError) as error:
+            view.error = router.failed(error)
+            changed.set()
+        await asyncio.sleep(_RETRY_S)

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -23,12 +23,12 @@ _OF_ROUTERS = {"In flight": "requests in flight", "Waiting": "waiting at this ro
 """Titles of columns in the table of routers → names of figures in the routers' snapshots."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RouterView:
     """Last snapshot of a router, and the error if the router does not answer now."""
 
     name: str
-    snapshot: Snapshot | None = None  # None: the router has not answered yet
+    snapshot: Snapshot = field(default_factory=dict)  # empty: the router has not answered yet
     error: str = ""  # why the router does not answer now; empty: the router answers
 
 
@@ -38,38 +38,28 @@ def draw(lines: Sequence[str]) -> None:
     print(f"{_HOME}{page}{_REST_OF_LINE}{_REST_OF_PAGE}", end="", flush=True)
 
 
-def screen_of(routers: Sequence[RouterView], notes: Sequence[str], width: int) -> list[str]:
+def screen(routers: Sequence[RouterView], notes: Sequence[str], width: int) -> list[str]:
     """Format routers in ``width`` columns: errors and notes, a table if there are several routers,
     then the fleet as known to the first router that answers, with the warnings of all routers.
 
-    At least one router must have a snapshot.
+    At least one router must have a snapshot. A router of another version may have made it, so any
+    field of a snapshot may be missing.
     """
     problems = [*(router.error for router in routers if router.error), *notes]
     lines = [*chain.from_iterable(paragraph(printable(text), 2, "!", width) for text in problems)]
-    known = [router for router in routers if router.snapshot is not None]
+    known = [router for router in routers if router.snapshot]
     shown = min(known, key=lambda router: bool(router.error))
-    assert shown.snapshot is not None
-    if len(routers) == 1:
-        return lines + screen(shown.snapshot, width)
-    lines += _printed(_table(_routers(routers, shown.name), width), width)
-    return [*lines, "", *screen({**shown.snapshot, "warnings": _warnings(routers)}, width)]
-
-
-def screen(snapshot: Snapshot, width: int) -> list[str]:
-    """Format a snapshot in ``width`` columns: warnings first, then replicas, the worst on top.
-
-    A router of another version may have made the snapshot, so any field may be missing.
-    """
-    return _printed(_lines(snapshot, width), width)
-
-
-def _printed(lines: Iterator[str], width: int) -> list[str]:
+    snapshot = shown.snapshot
+    if len(routers) > 1:
+        lines += [*_table(_routers(routers, shown.name), width), ""]
+        snapshot = {**snapshot, "warnings": _warnings(routers)}
+    lines += _fleet(snapshot, width)
     return [printable(line)[:width] for line in lines]
 
 
 def _routers(routers: Sequence[RouterView], shown: str) -> dict[str, Any]:
     """Table of the routers, as in a snapshot; ``shown``: the router whose fleet is shown below."""
-    answering = [{} if router.error else router.snapshot or {} for router in routers]
+    answering = [{} if router.error else router.snapshot for router in routers]
     figures = [dict(snapshot.get("figures", ())) for snapshot in answering]
     columns: list[dict[str, Any]] = [
         {"title": "Router", "unit": "name", "values": [router.name for router in routers]}
@@ -101,7 +91,7 @@ def _warnings(routers: Sequence[RouterView]) -> list[str]:
     warned = {
         router.name: router.snapshot.get("warnings", ())
         for router in routers
-        if router.snapshot is not None and not router.error
+        if router.snapshot and not router.error
     }
     merged = dict.fromkeys(chain.from_iterable(zip_longest(*warned.values())))
     lines = list[str]()
@@ -112,7 +102,8 @@ def _warnings(routers: Sequence[RouterView]) -> list[str]:
     return lines
 
 
-def _lines(snapshot: Mapping[str, Any], width: int) -> Iterator[str]:
+def _fleet(snapshot: Snapshot, width: int) -> Iterator[str]:
+    """Yield the lines of a snapshot: warnings first, then replicas, the worst on top."""
     figures = ", ".join(f"{value} {name}" for name, value in snapshot.get("figures", ()))
     facts = ", ".join(f"{name.lower()}: {value}" for name, value in snapshot.get("facts", ()))
     yield from paragraph(f"{snapshot.get('router')}: {figures}; {facts}", 0, width=width)

@@ -18,7 +18,7 @@ from random import Random
 
 import aiohttp
 
-from extproc.cli.screen import screen
+from extproc.cli.screen import RouterView, screen
 from extproc.config import AdminSettings
 from extproc.ground.text import WIDTH, Column, table
 from extproc.observe.client import RouterUnavailableError, follow
@@ -114,7 +114,9 @@ class Watch:
             for column in pool["replicas"]["columns"]
             for name, note in zip(pool["replicas"]["keys"], column.get("notes", ()), strict=False)
         ]
-        return "  ".join([*screen(shown, WIDTH), *shown["warnings"], *notes])
+        return "  ".join(
+            [*screen([RouterView(router, shown)], (), WIDTH), *shown["warnings"], *notes]
+        )
 
     async def _top(self, router: str) -> str:
         """Return the output of ``extproc top`` in one line."""

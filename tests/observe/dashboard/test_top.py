@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from msgspec.json import decode, encode
 
-from extproc.cli.screen import screen
+from extproc.cli.screen import RouterView, screen
+from extproc.ground.text import WIDTH
 from extproc.lab.harness.processes import free_port
 from extproc.observe import dashboard
 from extproc.observe.dashboard.snapshot import snapshot
@@ -32,6 +33,10 @@ STYLE = (Path(dashboard.__file__).parent / "page" / "style.css").read_text()
 @pytest.fixture
 def top(run: Run) -> Run:
     return partial(run, "top")
+
+
+async def view_of(services: Services) -> RouterView:
+    return RouterView("router", decode(encode(await snapshot([services]))))
 
 
 def rows(lines: list[str]) -> list[str]:
@@ -56,11 +61,11 @@ async def test_each_health_has_a_rank_in_the_terminal_and_a_mark_on_the_page(
     poll(services, 4, healthy=False, problem="/health answered 503")
     for _ in range(3):
         services.fleet.eligibility.failed(replica(3))
-    shown = decode(encode(await snapshot([services])))
-    assert rows(screen(shown, 120)) == ["r4", "r3", "r2", "r1"]
+    view = await view_of(services)
+    assert rows(screen([view], (), WIDTH)) == ["r4", "r3", "r2", "r1"]
     (health,) = (
         column["values"]
-        for column in shown["pools"][0]["replicas"]["columns"]
+        for column in view.snapshot["pools"][0]["replicas"]["columns"]
         if column["title"] == "Health"
     )
     for value in {*health} - {"ok"}:
@@ -68,9 +73,9 @@ async def test_each_health_has_a_rank_in_the_terminal_and_a_mark_on_the_page(
 
 
 async def test_top_says_that_there_is_no_warning(services: Services) -> None:
-    assert "No warnings." in screen(decode(encode(await snapshot([services]))), 120)
+    assert "No warnings." in screen([await view_of(services)], (), WIDTH)
     poll(services, 4, healthy=False, problem="/health answered 503")
-    assert "No warnings." not in screen(decode(encode(await snapshot([services]))), 120)
+    assert "No warnings." not in screen([await view_of(services)], (), WIDTH)
 
 
 async def test_decisions_are_listed(services: Services, router: str, top: Run) -> None:
@@ -85,7 +90,7 @@ async def test_decisions_are_listed(services: Services, router: str, top: Run) -
 async def test_screen_fits_the_width(services: Services, width: int) -> None:
     poll(services, 1, name="\x1b[2Jr1")
     poll(services, 4, healthy=False, problem="/health answered 503")
-    lines = screen(decode(encode(await snapshot([services]))), width)
+    lines = screen([await view_of(services)], (), width)
     assert all(len(line) <= width for line in lines)
     assert not any("\x1b" in line for line in lines)
     (header,) = (line for line in lines if line.startswith("Replica"))
