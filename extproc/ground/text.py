@@ -27,12 +27,8 @@ Cells = Sequence[tuple[Column, Callable[[T], str]]]  # column, and text of an it
 
 def table_of(cells: Cells[T], items: Iterable[T]) -> list[str]:
     """Returns the lines of a table: a header, and a line for each item."""
-    return table([column for column, _ in cells], [row_of(cells, item) for item in items])
-
-
-def row_of(cells: Cells[T], item: T) -> list[str]:
-    """Returns the texts of an item's cells."""
-    return [cell(item) for _, cell in cells]
+    rows = [[cell(item) for _, cell in cells] for item in items]
+    return table([column for column, _ in cells], rows)
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[str]:

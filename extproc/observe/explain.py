@@ -14,9 +14,7 @@ from extproc.ground.text import (
     figure,
     paragraph,
     printable,
-    row_of,
     share,
-    table,
     table_of,
 )
 from extproc.observe.decision import Candidate, DecisionRecord, RequestOutcome
@@ -111,8 +109,8 @@ class Comparison:
     """A decision in words, and a table of its candidates."""
 
     facts: dict[str, str]
-    columns: list[Column]
-    rows: list[list[str]]  # candidates by score, the chosen replica first
+    cells: Cells[Candidate]  # of the table
+    candidates: list[Candidate]  # by score, the chosen replica first
     legend: list[str]
     excluded: list[tuple[str, str]]  # name and reason of each excluded replica
 
@@ -150,8 +148,8 @@ def compare(record: DecisionRecord) -> Comparison:
     )
     return Comparison(
         facts={name: printable(text) or "-" for name, text in facts.items()},
-        columns=[column for column, _ in cells],
-        rows=[row_of(cells, candidate) for candidate in candidates],
+        cells=cells,
+        candidates=candidates,
         legend=legend,
         excluded=[(printable(each.name), printable(each.why)) for each in record.excluded],
     )
@@ -163,7 +161,7 @@ def comparison(record: DecisionRecord, router: str = "") -> str:
     facts = {"router": printable(router)} if router else {}
     for name, text in (facts | compared.facts).items():
         lines += paragraph(text, _LABEL, name)
-    lines += ["", *table(compared.columns, compared.rows), "", *compared.legend]
+    lines += ["", *table_of(compared.cells, compared.candidates), "", *compared.legend]
     if compared.excluded:
         lines += ["", "excluded"]
         column = min(max(len(name) for name, _ in compared.excluded), 40) + 2

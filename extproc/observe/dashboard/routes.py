@@ -107,7 +107,11 @@ def _file(file: Path) -> Callable[[web.Request], Awaitable[web.Response]]:
 
 def _compared(record: DecisionRecord) -> bytes:
     compared = compare(record)
-    units, keys = {"": "mark", "replica": "name"}, list(range(len(compared.rows)))
-    candidates = text_table("Candidates", keys, compared.columns, compared.rows, units)
-    shown = {"facts": [*compared.facts.items()], "candidates": candidates}
-    return encode(shown | {"legend": compared.legend, "excluded": compared.excluded})
+    units, keys = {"": "mark", "replica": "name"}, list(range(len(compared.candidates)))
+    shown = {
+        "facts": [*compared.facts.items()],
+        "candidates": text_table("Candidates", keys, compared.cells, compared.candidates, units),
+        "legend": compared.legend,
+        "excluded": compared.excluded,
+    }
+    return encode(shown)

@@ -12,7 +12,7 @@ import numpy as np
 
 from extproc.ground.address import within_reach
 from extproc.ground.clock import time_of_day
-from extproc.ground.text import Column, row_of
+from extproc.ground.text import Cells, T
 from extproc.observe.changes import Presence
 from extproc.observe.dashboard.observed import observed_requests, steering
 from extproc.observe.dashboard.page_table import PageColumn, PageTable
@@ -89,22 +89,18 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
 
 
 def text_table(
-    caption: str,
-    keys: list[Any],
-    columns: Sequence[Column],
-    rows: Sequence[Sequence[str]],
-    units: Mapping[str, str],
+    caption: str, keys: list[Any], cells: Cells[T], items: Sequence[T], units: Mapping[str, str]
 ) -> PageTable:
-    """Convert a table of ``explain`` for the page. ``units``: units of columns by title; other
-    columns have the unit ``text`` if aligned to the left, else ``figure``."""
-    converted = list[PageColumn]()
-    for at, column in enumerate(columns):
+    """Make a table of ``explain`` for the page. ``units``: units of columns by title; other columns
+    have the unit ``text`` if aligned to the left, else ``figure``."""
+    columns = list[PageColumn]()
+    for column, cell in cells:
         title = column.header
         if title == "actual":
-            title = f"{converted[-1].title.removesuffix(' s')} actual"
+            title = f"{columns[-1].title.removesuffix(' s')} actual"
         unit = units.get(title, "text" if column.left else "figure")
-        converted.append(PageColumn(title, unit, [row[at] for row in rows]))
-    return PageTable(caption, keys, converted)
+        columns.append(PageColumn(title, unit, [*map(cell, items)]))
+    return PageTable(caption, keys, columns)
 
 
 def _dispatched(pool: ObservedPool) -> Counter[tuple[str, str]]:
@@ -236,9 +232,8 @@ def _shown(times: Sequence[list[float]]) -> Iterator[list[float | None]]:
 
 def _decisions(log: DecisionLog) -> PageTable:
     records = [decision.record(0) for decision in reversed(log.last(_DECISIONS_LISTED))]
-    numbers, columns = [record.number for record in records], [column for column, _ in DECISIONS]
-    rows = [row_of(DECISIONS, record) for record in records]
-    table = text_table("Last decisions", numbers, columns, rows, {"request": "decision"})
+    numbers = [record.number for record in records]
+    table = text_table("Last decisions", numbers, DECISIONS, records, {"request": "decision"})
     table.columns.append(PageColumn("model: why", "words", list(map(reason_of, records))))
     table.note = _UNKNOWN if records else ""
     return table
