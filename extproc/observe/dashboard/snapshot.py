@@ -35,7 +35,13 @@ _COMPARED_S = 300.0  # seconds over which latencies are shown and predictions co
 _DECISIONS_LISTED = 12
 _UNKNOWN = "-: the request still runs, or the router did not read its response to the end."
 _POINTS = 500
-_RATES = "Requests/s", "5xx/s", "429/s"  # the first columns of the history
+_HISTORY = {  # title and unit of each figure in a row of the history
+    **dict.fromkeys(("Requests/s", "5xx/s", "429/s"), "figure"),
+    **dict.fromkeys(("TTFT p50", "TTFT p99"), "seconds"),
+    **dict.fromkeys(("TPOT p50", "TPOT p99"), "milliseconds"),
+    **dict.fromkeys(("Completion p50", "Completion p99"), "seconds"),
+}
+_PER_S = {"seconds": 1.0, "milliseconds": 1e3}
 _GROUPS = 50  # most groups of queued requests shown: there may be many tenants
 
 
@@ -202,32 +208,19 @@ def _with_gone(alive: str, presence: Presence) -> str:
 def _history(rows: Sequence[tuple[float, ...]], age_s: float, started_at: float) -> PageTable:
     """Make a table of :meth:`History.rows`; a note says if the router is younger than an hour."""
     names = ["minute", "10 minutes", "hour"]
-    figures = [*map(list, zip(*rows, strict=True))]
-    rates, times = figures[: len(_RATES)], figures[len(_RATES) :]
     columns = [PageColumn("Last", "name", names)]
-    columns += [
-        PageColumn(title, "figure", [*map(_rate, values)])
-        for title, values in zip(_RATES, rates, strict=True)
-    ]
-    titles = [f"{time} {q}" for time in ("TTFT", "TPOT", "Completion") for q in ("p50", "p99")]
-    columns += [
-        PageColumn(title, "seconds" if "TPOT" not in title else "milliseconds", values)
-        for title, values in zip(titles, _shown(times), strict=True)
-    ]
+    for (title, unit), *values in zip(_HISTORY.items(), *rows, strict=True):
+        columns.append(PageColumn(title, unit, [_shown(value, unit) for value in values]))
     note = f"This router started at {time_of_day(started_at)}: longer periods begin then."
     return PageTable("Last hour", names, columns, note if age_s < SPANS_S[-1] else "")
 
 
-def _rate(per_s: float) -> str:
-    """Format a rate with two digits after the point; below 0.1, with two significant digits."""
-    return f"{per_s:.2f}" if per_s >= 0.1 else f"{per_s:.2g}"
-
-
-def _shown(times: Sequence[list[float]]) -> Iterator[list[float | None]]:
-    """Convert columns of seconds for the page: TPOT into milliseconds, NaN into None."""
-    factors = (1.0, 1.0, 1e3, 1e3, 1.0, 1.0)
-    for values, factor in zip(times, factors, strict=True):
-        yield [None if isnan(value) else round(value * factor, 3) for value in values]
+def _shown(value: float, unit: str) -> str | float | None:
+    """Convert a rate or seconds for the page: a rate gets two digits after the point or, below 0.1,
+    two significant digits; NaN becomes None."""
+    if unit == "figure":
+        return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+    return None if isnan(value) else round(value * _PER_S[unit], 3)
 
 
 def _decisions(log: DecisionLog) -> PageTable:
