@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from threading import Lock
@@ -25,7 +26,7 @@ from extproc.fleet.tables import COSTS
 from extproc.ground.address import split_address
 from extproc.ground.clock import Clock
 from extproc.ground.outage_log import OutageLog
-from extproc.ground.runtime import in_daemon_thread
+from extproc.ground.runtime import in_daemon_thread, in_turns
 from extproc.observe.decision import RequestOutcome
 from extproc.observe.record import (
     FORMAT,
@@ -47,7 +48,7 @@ from extproc.request.profile import RequestProfile
 
 logger = logging.getLogger(__name__)
 
-FILES = 4  # files of a record; together the files hold at most record.max_bytes
+_SUFFIXES = "", ".1", ".2", ".3"  # of the names of a record's files, the newest first
 _EVERY_S = 1.0
 _LAST_S = 5.0  # limit for writing the last lines when the router stops
 _REPLICAS_S = 10.0  # between two lines of a replica whose health and draining did not change
@@ -76,10 +77,9 @@ class Recorder:
         self._fleet = fleet
         self._clock = clock
         self._wall = wall
-        self._most = config.record.max_bytes // FILES
         _, port = split_address(config.serve.listen)
-        self._name = f"{config.pool}-{port}"
-        self._folder = folder
+        self._files = [folder / f"{config.pool}-{port}{each}.jsonl" for each in _SUFFIXES]
+        self._most = config.record.max_bytes // len(self._files)  # bytes of a file
         self._encode = Encoder().encode
         self._lines: list[bytes] = []
         self._pending = 0  # bytes of these lines and of the lines being written
@@ -149,8 +149,7 @@ class Recorder:
     async def run(self) -> None:
         try:
             while True:
-                for _ in self._look():
-                    await asyncio.sleep(0)  # requests come first
+                await in_turns(self._look())  # requests come first
                 await self._flush()
                 await asyncio.sleep(_EVERY_S)
         finally:
@@ -203,7 +202,7 @@ class Recorder:
             self._missing += lost
             if self._missing:
                 lines = [self._encode(LostLine(at=since, requests=self._missing)) + b"\n", *lines]
-            text, newest = b"".join(lines), self._file(0)
+            text, newest = b"".join(lines), self._files[0]
             try:
                 if self._size < 0 or self._size + len(text) > self._most:
                     self._rotate()
@@ -221,15 +220,12 @@ class Recorder:
                 self._size = -1
 
     def _rotate(self) -> None:
-        newest = self._file(0)
+        newest = self._files[0]
         if not newest.exists() or (self._size < 0 and newest.stat().st_size < self._most):
             return  # an earlier process or attempt left a file that is not full
-        for number in reversed(range(FILES - 1)):
-            if (file := self._file(number)).exists():
-                file.replace(self._file(number + 1))
-
-    def _file(self, number: int) -> Path:
-        return self._folder / f"{self._name}{f'.{number}' if number else ''}.jsonl"
+        for older, file in pairwise(reversed(self._files)):
+            if file.exists():
+                file.replace(older)
 
     def _start(self, at: float) -> bytes:
         config = self._config.model_dump(mode="json", include=_REPLAYED)
