@@ -1,6 +1,7 @@
 """Log lines about changes of replicas, processes, counters and warnings, found once a second."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass
 from math import inf
@@ -149,7 +150,7 @@ class CounterLog:
     _title: Callable[[str], str] = str  # label for people
 
     def __post_init__(self) -> None:
-        self._logged: dict[str, float] = {}
+        self._logged = Counter[str]()
         self._next = 0.0  # earliest time of the next line, on the clock
 
     def look(self) -> None:
@@ -157,15 +158,14 @@ class CounterLog:
         now = self._clock()
         if now < self._next:
             return
-        counted = {reason: count for (reason,), count in self._counts.items()}
+        counted = Counter({reason: int(count) for (reason,), count in self._counts.items()})
         grown = {
-            reason: int(count - self._logged.get(reason, 0))
-            for reason, count in counted.items()
-            if reason not in self._expected and count > self._logged.get(reason, 0)
+            self._title(reason): count
+            for reason, count in (counted - self._logged).items()
+            if reason not in self._expected
         }
         if grown:
-            named = {self._title(reason): count for reason, count in grown.items()}
-            self._log.warning(self._event, extra=named)
+            self._log.warning(self._event, extra=grown)
             self._next = now + _COUNTED_EVERY_S
         self._logged = counted
 
