@@ -57,7 +57,7 @@ def _run(argv: Sequence[str] | None) -> int:
         if instead := _REMOVED.get(name):
             print(f"extproc {name} was removed: {instead}", file=sys.stderr)
             return 2
-    args = _parser().parse_args(words)
+    args = command_line().parse_args(words)
     try:
         return int(args.run(args))
     except CommandError as error:
@@ -68,12 +68,9 @@ def _run(argv: Sequence[str] | None) -> int:
         return 130  # 128 + SIGINT, as shells count
 
 
-def whole_parser() -> Parser:
-    """Parser of all commands, with the options of every command."""
-    return _parser(whole=True)
-
-
-def _parser(whole: bool = False) -> Parser:
+def command_line(whole: bool = False) -> Parser:
+    """Return the parser of all commands. ``whole``: load the options of every command at once;
+    otherwise each command loads its options only if it runs."""
     parser = Parser(
         prog="extproc",
         usage="%(prog)s COMMAND [OPTION]...",

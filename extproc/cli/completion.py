@@ -4,7 +4,7 @@ import argparse
 
 import shtab
 
-from extproc.cli import whole_parser
+from extproc.cli import command_line
 
 _SHELLS = "bash", "zsh", "fish"
 
@@ -14,5 +14,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    print(shtab.complete(whole_parser(), args.shell))
+    print(shtab.complete(command_line(whole=True), args.shell))
     return 0

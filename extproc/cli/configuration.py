@@ -24,13 +24,11 @@ def add_flags(parser: argparse.ArgumentParser, *shown: str) -> None:
     groups: dict[str, argparse._ArgumentGroup] = {}
     for key in settings.LEAVES:
         section = key.rpartition(".")[0]
-        if key not in shown and section not in shown:
-            add_flag(parser, key, shown=False)
-            continue
-        if section not in groups:
+        is_shown = key in shown or section in shown
+        if is_shown and section not in groups:
             about = Config.model_fields[section].annotation.__doc__ if section else None
             groups[section] = parser.add_argument_group(section or "general", about)
-        add_flag(groups[section], key)
+        add_flag(groups[section] if is_shown else parser, key, is_shown)
 
 
 def add_flag(parser: argparse._ActionsContainer, key: str, shown: bool = True) -> None:
