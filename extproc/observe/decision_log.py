@@ -1,7 +1,7 @@
 """Memory of the last decisions and of the last predictions with their outcomes."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count, islice, takewhile
 from math import isfinite
 from typing import Any
@@ -230,10 +230,10 @@ class ObservedPool:
     delays: Delays  # shared by all pools
     history: History  # shared by all pools
     external: Average  # requests on the pool's replicas that no router sent
-    exclusions: Exclusions = field(default_factory=Exclusions)
-    onsets: Onsets = field(default_factory=Onsets)
-    routers: Presence = field(default_factory=lambda: Presence("routers", ""))  # the peers
-    pollers: Presence = field(default_factory=lambda: Presence("pollers", ""))
+    exclusions: Exclusions
+    onsets: Onsets
+    routers: Presence  # the peers
+    pollers: Presence
 
     @property
     def fleet(self) -> Fleet:
