@@ -51,10 +51,10 @@ class History:
         per second. Then come the :data:`QUANTILES` of TTFT, time per token and completion in
         seconds; NaN: no such time is known.
         """
-        return [self._row(span) for span in SPANS_S]
-
-    def _row(self, span: float) -> tuple[float, ...]:
         now, totals = self._clock(), self._now()
+        return [self._row(span, now, totals) for span in SPANS_S]
+
+    def _row(self, span: float, now: float, totals: Sequence[Floats]) -> tuple[float, ...]:
         within = (each for each in self._totals if now - each[0] <= span)
         at, before = next(within, self._totals[-1])
         counts, *buckets = (new - old for new, old in zip(totals, before, strict=True))
