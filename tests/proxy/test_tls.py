@@ -10,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from extproc.cli import main
-from extproc.config import EdsSettings, MutualTlsSettings
+from extproc.config import EdsSettings
 from extproc.envoy.eds_server import Catalog, EdsServer
 from extproc.ground.tls import watched
 from extproc.proxy.service import GrpcServer
@@ -148,8 +148,7 @@ async def test_unusable_tls_files_keep_last_content(
 
 
 def test_unreadable_tls_files_are_read_again(files: Files, logged: Logged) -> None:
-    settings = MutualTlsSettings.model_validate(files.settings)
-    renewed = watched(settings, "serve", "Envoy", settings.tls_client_ca)
+    renewed = watched("serve", "Envoy", files.cert, files.key)
     renewed.read()
     files.put(*files.ours.sign("renewed"))
     with too_many_open_files():
