@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from extproc.cli import main
 from extproc.config import EdsSettings
-from extproc.envoy.eds_server import Catalog, EdsServer
+from extproc.envoy.eds_server import EdsServer
 from extproc.ground.tls import watched
 from extproc.proxy.service import GrpcServer
 from tests.certificates import Authority
@@ -67,7 +67,7 @@ async def router(settings: dict[str, str]) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def control_plane(settings: dict[str, str]) -> AsyncIterator[int]:
-    server = EdsServer(Catalog({}), EdsSettings.model_validate(settings))
+    server = EdsServer({}, EdsSettings.model_validate(settings))
     port = await server.start("127.0.0.1:0")
     try:
         yield port
