@@ -8,8 +8,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from redis.asyncio.connection import parse_url
 
-from extproc.ground.files import read_certificates, read_file
+from extproc.ground.files import read_certificates
 from extproc.ground.text import suggest
+from extproc.ground.tls import load_key
 
 _FORMS = (
     "not an address of Redis: write redis://[user:password@]host:port/database, "
@@ -67,14 +68,9 @@ def _check_files(options: Mapping[str, Any]) -> None:
     authority, certificate, key = map(options.get, ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"))
     if authority is not None:
         read_certificates("ssl_ca_certs", Path(authority))
-    for name in sorted({"ssl_certfile", "ssl_keyfile"} & options.keys()):
-        read_file(name, Path(options[name]))
     if key and not certificate:
         raise ValueError("ssl_keyfile is given without ssl_certfile: set both")
-    try:
-        if certificate:  # without ``password``, OpenSSL would ask for one on the terminal
-            ssl.create_default_context().load_cert_chain(certificate, key, password="")
-    except ssl.SSLError as error:
-        files = f"{certificate} and {key or certificate}"
-        reason = error.reason or "a key with a password cannot be used"
-        raise ValueError(f"ssl_certfile and ssl_keyfile: {files}: {reason}") from None
+    if certificate:
+        read_certificates("ssl_certfile", Path(certificate))
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        load_key(context, "ssl_keyfile", Path(certificate), key and Path(key))

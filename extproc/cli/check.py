@@ -84,7 +84,8 @@ def _check_empty(file: Path | None) -> list[Finding]:
 def _certificate_doubts(section: str, files: TlsSettings, peers: str) -> list[Finding]:
     """Return a warning if ``peers`` will not trust the certificate of a configuration section."""
     authority = files.tls_client_ca if isinstance(files, MutualTlsSettings) else None
-    doubt = "" if files.tls_cert is None else tls.read(files, section, authority).doubt
+    cert, key = files.tls_cert, files.tls_key
+    doubt = "" if cert is None else tls.read(section, cert, key, authority).doubt
     text = f"{doubt}: {peers} will not trust it"
     return [Finding("certificate", Level.WARNING, f"{section}.tls_cert", text)] if doubt else []
 

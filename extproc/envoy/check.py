@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from extproc.config import Config
 from extproc.envoy.cluster_rules import CLUSTER_RULES
 from extproc.envoy.envoy_file import EXT_PROC, EnvoyFile
-from extproc.envoy.finding import Finding, Level, worst_first
+from extproc.envoy.finding import Finding, Level, failed, worst_first
 from extproc.envoy.observer_rules import OBSERVER_RULES, only_observes
 from extproc.envoy.route_rules import ROUTE_RULES
 from extproc.envoy.rules import FILTER_RULES
@@ -42,7 +42,7 @@ def check_envoy(tree: object, config: Config | None = None) -> list[Finding]:
         found.append(Finding("has_ext_proc", Level.WARNING, "", _LISTENERS_ELSEWHERE))
     elif not file.all(EXT_PROC):
         found.append(Finding("has_ext_proc", Level.ERROR, "", _NO_FILTER))
-    elif not any(finding.level is Level.ERROR for finding in found):
+    elif not failed(found):
         # The rules can judge only a file that Envoy would accept.
         found.append(_completeness(file))
         for rule in OBSERVER_RULES if only_observes(file) else RULES:
@@ -62,6 +62,8 @@ def _completeness(file: EnvoyFile) -> Finding:
 
 def _is_envoy_gateway(tree: object) -> bool:
     documents = tree if isinstance(tree, list) else [tree]
-    resources = [document for document in documents if isinstance(document, Mapping)]
-    versions = [str(resource.get("apiVersion")) for resource in resources]
-    return any(version.startswith("gateway.envoyproxy.io/") for version in versions)
+    return any(
+        str(document.get("apiVersion")).startswith("gateway.envoyproxy.io/")
+        for document in documents
+        if isinstance(document, Mapping)
+    )

@@ -17,7 +17,7 @@ from envoy_data_plane.envoy.config.endpoint.v3 import (
 )
 
 from extproc.config import Config
-from extproc.envoy.eds_server import Catalog, EdsServer
+from extproc.envoy.eds_server import EdsServer
 from extproc.fleet.members import Staleness
 from extproc.ground.address import split_address
 from extproc.ground.clock import Clock, monotonic
@@ -49,8 +49,7 @@ async def run_eds(config: Config) -> None:
             "run 'extproc poll'"
         )
     pools = {pool.pool: PoolMembers() for pool in config.each_pool}
-    catalog, changed = Catalog(dict.fromkeys(pools)), asyncio.Event()
-    server = EdsServer(catalog, config.eds)
+    server, changed = EdsServer(dict.fromkeys(pools), config.eds), asyncio.Event()
     async with AsyncExitStack() as stack:
         port = await server.start(config.eds.listen)
         stack.push_async_callback(server.stop)
@@ -62,7 +61,7 @@ async def run_eds(config: Config) -> None:
         await until_signalled(
             *(_follow(*each, changed) for each in zip(readers, pools.values(), strict=True)),
             _drop_stale(pools, changed),
-            _serve(pools, catalog, changed),
+            _serve(pools, server, changed),
             _report_health(readers, server),
         )
 
@@ -105,7 +104,7 @@ async def _drop_stale(pools: Mapping[str, "PoolMembers"], changed: asyncio.Event
 
 
 async def _serve(
-    pools: Mapping[str, "PoolMembers"], catalog: Catalog, changed: asyncio.Event
+    pools: Mapping[str, "PoolMembers"], server: EdsServer, changed: asyncio.Event
 ) -> None:
     while True:
         await changed.wait()
@@ -113,7 +112,7 @@ async def _serve(
         changed.clear()
         for pool, members in pools.items():
             if members.current is not None:
-                catalog.put(pool, load_assignment(pool, members.current))
+                server.put(pool, load_assignment(pool, members.current))
 
 
 class PoolMembers:

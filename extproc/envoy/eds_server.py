@@ -32,31 +32,20 @@ _OPTIONS = [
 ]
 
 
-class Catalog:
-    """Encoded ``ClusterLoadAssignment`` by pool; None until the pool has a known replica."""
-
-    def __init__(self, pools: Mapping[str, bytes | None]) -> None:
-        self.pools = dict(pools)
-        self.watchers: set[asyncio.Event] = set()  # set at every change
-
-    def put(self, pool: str, assignment: bytes) -> None:
-        if self.pools[pool] != assignment:
-            self.pools[pool] = assignment
-            for watcher in self.watchers:
-                watcher.set()
+Assignments = Mapping[str, bytes | None]
+"""Encoded ``ClusterLoadAssignment`` by pool; None until the pool has a known replica."""
 
 
 class Subscription:
     """Pools that Envoy subscribed to on one stream, and the last response sent there."""
 
-    def __init__(self, catalog: Catalog, peer: str) -> None:
-        self._catalog = catalog
+    def __init__(self, pools: Assignments, peer: str) -> None:
+        self._pools = pools
         self._envoy = {"peer": peer, "node": ""}
         self._names: frozenset[str] = frozenset()
         self._sent: dict[str, bytes] = {}
         self._nonces = itertools.count(1)
         self._nonce = ""
-        self._answered = True
 
     def take(self, request: DiscoveryRequest) -> None:
         """Handle a request: the first subscribes, later requests acknowledge or change names."""
@@ -65,25 +54,24 @@ class Subscription:
         if request.response_nonce != self._nonce:
             return  # Envoy sent this request before it got the last response
         names = frozenset(request.resource_names)
-        if unknown := sorted(names - self._names - self._catalog.pools.keys()):
-            pools = {"requested": ", ".join(unknown), "served": ", ".join(self._catalog.pools)}
+        if unknown := sorted(names - self._names - self._pools.keys()):
+            pools = {"requested": ", ".join(unknown), "served": ", ".join(self._pools)}
             logger.warning(
                 "envoy asks for pools that are not configured: add them to 'pools'",
                 extra=pools | self._envoy,
             )
         self._names = names
-        if not self._answered and request.error_detail is not None:
+        if request.error_detail is not None:  # Envoy reports each error once
             extra = self._envoy | {"reason": request.error_detail.message}
             logger.error("envoy refused a list of replicas and keeps the old list", extra=extra)
-        self._answered = True
 
     def due(self) -> DiscoveryResponse | None:
         """Return a response if the assignments differ from the last response; otherwise None."""
-        pools = self._catalog.pools
-        selected = {name: data for name in sorted(self._names) if (data := pools.get(name))}
+        names = sorted(self._names)
+        selected = {name: data for name in names if (data := self._pools.get(name))}
         if not selected or selected == self._sent:
             return None
-        self._sent, self._answered = selected, False
+        self._sent = selected
         self._nonce = str(next(self._nonces))
         whole = b"".join(len(data).to_bytes(8) + data for data in selected.values())
         return DiscoveryResponse(
@@ -95,12 +83,13 @@ class Subscription:
 
 
 class EdsServer:
-    """gRPC server that answers EDS requests from a catalog, and health checks."""
+    """gRPC server that answers EDS requests, and health checks."""
 
-    def __init__(self, catalog: Catalog, files: MutualTlsSettings) -> None:
-        self._catalog = catalog
+    def __init__(self, pools: Assignments, files: MutualTlsSettings) -> None:
+        self._pools = dict(pools)
         self._files = files
-        self._streams: set[asyncio.Task[None]] = set()
+        self.streams: dict[asyncio.Task[None], asyncio.Event] = {}
+        """Reader of each open stream, and the event that a response may be due there."""
         self._server = grpc.aio.server(options=_OPTIONS)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -115,6 +104,13 @@ class EdsServer:
         await self.report(serving=True)
         return port
 
+    def put(self, pool: str, assignment: bytes) -> None:
+        """Tell a pool's replicas to each Envoy that subscribed to the pool."""
+        if self._pools[pool] != assignment:
+            self._pools[pool] = assignment
+            for woken in self.streams.values():
+                woken.set()
+
     async def report(self, serving: bool) -> None:
         statuses = health_pb2.HealthCheckResponse
         for service in ("", SERVICE):
@@ -122,8 +118,8 @@ class EdsServer:
 
     def close_streams(self) -> None:
         """Close all streams: each Envoy keeps its replicas and asks a healthy server."""
-        for stream in self._streams:
-            stream.cancel()
+        for reading in self.streams:
+            reading.cancel()
 
     async def stop(self) -> None:
         """Stop listening and close all streams; each Envoy keeps its replicas."""
@@ -133,12 +129,11 @@ class EdsServer:
     async def _stream(
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        subscription = Subscription(self._catalog, context.peer())
+        subscription = Subscription(self._pools, context.peer())
         woken = asyncio.Event()
         reading = asyncio.create_task(_read(requests, subscription, woken))
         reading.add_done_callback(lambda _: woken.set())
-        self._streams.add(reading)
-        self._catalog.watchers.add(woken)
+        self.streams[reading] = woken
         try:
             while not reading.done():
                 # If Envoy reads slowly, it gets only the newest response.
@@ -154,8 +149,7 @@ class EdsServer:
             logger.warning("stream closed: message is not a DiscoveryRequest", extra=extra)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a DiscoveryRequest")
         finally:
-            self._catalog.watchers.discard(woken)
-            self._streams.discard(reading)
+            del self.streams[reading]
             reading.cancel()
 
 

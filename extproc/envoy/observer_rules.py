@@ -6,7 +6,7 @@ from extproc.envoy.cluster_rules import CLUSTER_RULES
 from extproc.envoy.envoy_file import EXT_PROC, EnvoyFile
 from extproc.envoy.finding import Level
 from extproc.envoy.route_rules import ROUTE_RULES
-from extproc.envoy.rules import FILTER_RULES, Rule, mode
+from extproc.envoy.rules import FILTER_RULES, Rule, mode, seconds
 
 _DEFAULT_CLOSE = timedelta(seconds=5)
 _LATE_CLOSE = timedelta(seconds=0.5)
@@ -57,7 +57,7 @@ OBSERVER_RULES = (
         "The router learns at once that a response has ended.",
         lambda filter, _: (
             (time := filter["deferred_close_timeout"] or _DEFAULT_CLOSE) > _LATE_CLOSE
-            and f"{time.total_seconds():g}"
+            and seconds(time)
         ),
         "deferred_close_timeout is {} s: for the router each request lasts that much longer. Write "
         "deferred_close_timeout: 0.2s"),

@@ -9,23 +9,13 @@ import ssl
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from extproc.ground.files import WatchedFiles, read_certificates, read_file
 
 log = logging.getLogger(__name__)
 
 _END = "-----END CERTIFICATE-----"
-
-
-class CertificateSection(Protocol):
-    """A section of the configuration with a certificate and its key."""
-
-    @property
-    def tls_cert(self) -> Path | None: ...
-
-    @property
-    def tls_key(self) -> Path | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,43 +29,38 @@ class Certificates:
     context: ssl.SSLContext  # with certificate and key, for an HTTP port
 
 
-def read(files: CertificateSection, section: str, client_ca: Path | None = None) -> Certificates:
-    """Reads and tests the files of a section, whose ``tls_cert`` and ``tls_key`` are not None."""
-    assert files.tls_cert is not None
-    assert files.tls_key is not None
-    chain = read_certificates(f"{section}.tls_cert", files.tls_cert)
-    key = read_file(f"{section}.tls_key", files.tls_key)
+def read(section: str, cert: Path, key: Path | None, client_ca: Path | None) -> Certificates:
+    """Reads and tests the files that a section of the configuration names; ``key`` None: the file
+    ``cert`` has the key, too."""
+    chain = read_certificates(f"{section}.tls_cert", cert)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    key_pem = load_key(context, f"{section}.tls_key", cert, key)
     authorities = client_ca and read_certificates(f"{section}.tls_client_ca", client_ca)
-    context = _server_context(files.tls_cert, files.tls_key, section)
-    doubt = _rejection(context, trusting(files.tls_cert))
-    return Certificates(
-        chain, key, authorities or None, doubt and f"{files.tls_cert}: {doubt}", context
-    )
+    doubt = _rejection(context, trusting(chain))
+    return Certificates(chain, key_pem, authorities or None, doubt and f"{cert}: {doubt}", context)
 
 
 def watched(
-    files: CertificateSection, section: str, peers: str, client_ca: Path | None = None
+    section: str, peers: str, cert: Path, key: Path | None, client_ca: Path | None = None
 ) -> WatchedFiles[Certificates]:
     """Watches the files. Logs a warning if the clients, which the warning calls ``peers``, will not
     trust the certificate."""
 
     def tried() -> Certificates:
-        found = read(files, section, client_ca)
+        found = read(section, cert, key, client_ca)
         if found.doubt:
             text = f"{peers} will not trust this certificate: replace it"
             log.warning(text, extra={"reason": found.doubt})
         return found
 
-    return WatchedFiles(
-        "certificate", tried, *filter(None, (files.tls_cert, files.tls_key, client_ca))
-    )
+    return WatchedFiles("certificate", tried, *filter(None, (cert, key, client_ca)))
 
 
-def server_context(files: CertificateSection, section: str) -> ssl.SSLContext | None:
+def server_context(section: str, cert: Path | None, key: Path | None) -> ssl.SSLContext | None:
     """Returns the TLS context of an HTTP port, or None if the port is plain text."""
-    if files.tls_cert is None:
+    if cert is None:
         return None
-    renewed = watched(files, section, "Browsers and Prometheus")
+    renewed = watched(section, "Browsers and Prometheus", cert, key)
     first = current = renewed.read().context
 
     def before_handshake(connection: Any, *_: object) -> None:
@@ -88,33 +73,32 @@ def server_context(files: CertificateSection, section: str) -> ssl.SSLContext | 
     return first
 
 
-def _server_context(cert: Path, key: Path, section: str) -> ssl.SSLContext:
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+def load_key(context: ssl.SSLContext, setting: str, cert: Path, key: Path | None) -> bytes:
+    """Loads a certificate and its key into ``context``, and returns the key; ``key`` None: the file
+    ``cert`` has the key, too. Refuses a key with a password, as gRPC does. ``setting``: of the key.
+    """
+    key = key or cert
+    content = read_file(setting, key)
     try:
-        server.load_cert_chain(cert, key, password="")  # refuses an encrypted key, as gRPC does
+        context.load_cert_chain(cert, key, password="")  # otherwise OpenSSL asks on the terminal
     except ssl.SSLError as error:
         reason = f"cannot be used with {cert}: {error.reason}"
         if error.reason in ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"):
             reason = f"is not the key of the certificate in {cert}"
         elif error.reason is None:
             reason = "holds no key (PEM), or one with a password"
-        raise ValueError(f"{section}.tls_key: {key}: {reason}") from None
-    return server
+        raise ValueError(f"{setting}: {key}: {reason}") from None
+    return content
 
 
-def trusting(certificate: Path) -> ssl.SSLContext:
-    """Returns a client's context that trusts only the first certificate in the file, whatever its
-    issuer and host name."""
+def trusting(chain: bytes) -> ssl.SSLContext:
+    """Returns a client's context that trusts only the first certificate of a chain (PEM), whatever
+    its issuer and host name."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    try:
-        own, end, _ = certificate.read_text("ascii", "ignore").partition(_END)
-        client.load_verify_locations(cadata=own + end)
-    except ssl.SSLError:
-        raise ValueError(f"{certificate} holds no certificate (PEM)") from None
-    except OSError as error:
-        raise ValueError(f"{certificate}: {error.strerror}") from None
+    own, end, _ = chain.decode("ascii", "ignore").partition(_END)
+    client.load_verify_locations(cadata=own + end)
     return client
 
 

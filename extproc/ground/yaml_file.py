@@ -51,14 +51,11 @@ class _Loader(yaml.SafeLoader):
                 )
         return node
 
-    def construct_document(self, node: yaml.Node) -> Any:
-        self.deep_construct = True  # PyYAML then refuses a node that contains itself
-        return super().construct_document(node)
-
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Adds the place in the file to errors of PyYAML's constructors."""
+        """Adds the place in the file to errors of PyYAML's constructors, which with ``deep`` refuse
+        a node that contains itself."""
         try:
-            return super().construct_object(node, deep)
+            return super().construct_object(node, deep=True)
         except (yaml.YAMLError, RecursionError):
             raise
         except Exception:

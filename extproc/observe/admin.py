@@ -76,7 +76,7 @@ async def serve_admin(
             return web.Response()
 
     host, port = split_address(address)
-    context = server_context(access, "admin")
+    context = server_context("admin", access.tls_cert, access.tls_key)
     app = web.Application(middlewares=[guard])
     app[AUTHORIZED] = _authorization(access)
     app.add_routes([web.get(path, probe) for path in health])

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 
 from extproc.config import AdminSettings
+from extproc.ground.files import read_certificates
 from extproc.ground.tls import trusting
 from extproc.observe.admin import read_token
 
@@ -86,7 +87,8 @@ async def _get(
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     token = access.token_file and read_token(access.token_file)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    trusted = trusting(access.tls_cert) if access.tls_cert else True
+    cert = access.tls_cert
+    trusted = trusting(read_certificates("admin.tls_cert", cert)) if cert else True
     timeout = aiohttp.ClientTimeout(total_s, connect=_TIMEOUT_S, sock_read=_TIMEOUT_S)
     try:
         async with (

@@ -35,7 +35,7 @@ def open_port(
 def _credentials(settings: MutualTlsSettings, section: str) -> grpc.ServerCredentials | None:
     if settings.tls_cert is None:
         return None
-    files = watched(settings, section, "Envoy", settings.tls_client_ca)
+    files = watched(section, "Envoy", settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     first = files.read()
 
     def configuration_if_changed() -> grpc.ServerCertificateConfiguration | None:

@@ -4,7 +4,7 @@ import numpy as np
 
 from extproc.predict.inputs import FleetView, Floats
 from extproc.route.order import Line, Ranked, Shares
-from extproc.route.waiting import OVERTAKEN_S, Place, Waiting
+from extproc.route.waiting import OVERTAKEN_S, Key, Place, Waiting
 
 _RUNS_BEFORE = 0.3
 """Fraction of the queued work ahead that counts as delay on a replica whose batch has free places:
@@ -26,15 +26,15 @@ class Backlog:
     """Lines of queued requests: one for each model, and one for each replica and model."""
 
     def __init__(self, now: float) -> None:
-        self.shares = Shares(now)
+        self._tenants: dict[Key, dict[Waiting, None]] = {}  # the oldest request first
+        self.shares = Shares(now, self._tenants)
         self._models: Lines = {}
         self._replicas: dict[int, Lines] = {}  # by row
         self._load: dict[int, Floats] = {}
         """By priority: requests that wait for each replica, and their replica-seconds. A column is
         a row of the fleet's table; the last column is zero and stands for all rows that follow."""
-        self._tenants: dict[tuple[int, str], dict[Waiting, None]] = {}  # the oldest request first
-        self._seconds: dict[tuple[int, str], float] = {}  # replica-seconds, by priority and tenant
-        self._victims = Ranked[tuple[int, str]]()  # lowest priority first, then most requests
+        self._seconds: dict[Key, float] = {}  # replica-seconds, by priority and tenant
+        self._victims = Ranked[Key]()  # lowest priority first, then most requests
 
     def __bool__(self) -> bool:
         return bool(self._models)
@@ -52,7 +52,6 @@ class Backlog:
         _remove(request, self._models)
         del self._tenants[request.key][request]
         self._rank(request)
-        self.shares.leave(request.key)
 
     def _rank(self, request: Waiting) -> None:
         tenant = request.key
@@ -148,7 +147,7 @@ class Backlog:
         if priority > place.priority or total <= 0.0:
             return 1.0
         line = self._models.get(place.model)
-        turns = len(self.shares) * self._seconds.get(place.key, 0.0)
+        turns = len(self._tenants) * self._seconds.get(place.key, 0.0)
         return (line.depth(place) if line else 1.0) * min(turns / total, 1.0)
 
     def reserves(self, row: int, place: Place) -> bool:

@@ -73,7 +73,7 @@ class Forecast(Struct, eq=False):
     predicted_completion: float
     decode_time_per_token: float  # seconds, without ``stretch``
     expected_hits: float  # ``expected`` of PrefixHits
-    hits_estimated: bool  # ``estimated`` of PrefixHits
+    predicts_hits: bool  # the prefix index estimated the hits of a single sequence: they test it
     adapter_load: float  # seconds to load the LoRA adapter; 0 if ``adapter_wait`` is not 0
     adapter_wait: float  # seconds until the batch has a slot for the LoRA adapter
     adapter_overrun: float  # ``overrun`` of AdapterTimes
@@ -81,12 +81,6 @@ class Forecast(Struct, eq=False):
     usual_step: float  # seconds, as in usual_step()
     step: float  # seconds of a decode step with the batch at the decision
     first_step_s: float | None  # seconds to the first token by steps; None: other causes delay it
-
-    @property
-    def predicts_hits(self) -> bool:
-        """True if the hits of this request test the prefix index: the index estimated them, and the
-        request has a single sequence."""
-        return self.hits_estimated and self.profile.sequences == 1
 
 
 class Decision(Struct, eq=False):
@@ -177,7 +171,7 @@ class Decision(Struct, eq=False):
             prediction.completion.item(first),
             prediction.decode.item(first) / stretch / later,
             situation.held.expected.item(first),
-            situation.held.estimated.item(first),
+            situation.held.estimated.item(first) and self.profile.sequences == 1,
             0.0 if adapter is None or wait else adapter.load.item(first),
             wait,
             1.0 if adapter is None else adapter.overrun,

@@ -1,7 +1,7 @@
 """Order in which queued requests start: priority, fair share of the tenant, then due time."""
 
 from bisect import bisect_left, insort
-from collections import Counter
+from collections.abc import Collection
 from heapq import nlargest
 from math import exp, inf
 from operator import itemgetter
@@ -53,19 +53,16 @@ class Shares:
     saves up no service, and no tenant pays for the idle hours of others.
     """
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, queued: Collection[Key]) -> None:
+        """``queued``: tenants with queued requests, as they are at each call of a method."""
         self._tags: dict[Key, float] = {}
         self._levels: dict[int, float] = {}  # by priority: highest tag served
-        self._queued = Counter[Key]()
+        self._queued = queued
         self._recent: dict[str, float] = {}  # replica-seconds by tenant, decayed
         self._at = now
 
     def __contains__(self, key: Key) -> bool:
         return key in self._queued
-
-    def __len__(self) -> int:
-        """Count the tenants with queued requests."""
-        return len(self._queued)
 
     def tag(self, key: Key) -> float:
         """Start tag of a tenant, in replica-seconds: among tenants of a priority, the lowest tag is
@@ -74,16 +71,11 @@ class Shares:
         return tag if key in self._queued else max(tag, self._levels.get(key[0], 0.0))
 
     def enter(self, key: Key) -> None:
-        self._tags[key] = self.tag(key)
-        self._queued[key] += 1
-        if len(self._tags) > 2 * _MOST_TENANTS + len(self):
+        """Fix the tag of a tenant that is about to queue a request."""
+        if len(self._tags) > 2 * _MOST_TENANTS + len(self._queued):
             highest = nlargest(_MOST_TENANTS, self._tags.items(), key=itemgetter(1))
             self._tags = {queued: self._tags[queued] for queued in self._queued} | dict(highest)
-
-    def leave(self, key: Key) -> None:
-        self._queued[key] -= 1
-        if not self._queued[key]:
-            del self._queued[key]
+        self._tags[key] = self.tag(key)
 
     def charge(self, key: Key, cost: float) -> None:
         """Add the ``cost`` of a dispatched request, in replica-seconds, to its tenant."""

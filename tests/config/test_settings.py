@@ -268,7 +268,7 @@ def test_inference_pool_is_a_source_of_replicas() -> None:
         ("rediss://:hunter2@host?ssl_check_hostname=perhaps", "one of yes, true"),
         ("rediss://:hunter2@host?ssl_ca_certs=/no/such/ca.pem", "/no/such/ca.pem: No such file"),
         (f"rediss://:hunter2@host?ssl_ca_certs={__file__}", "holds no certificate"),
-        (f"rediss://:hunter2@host?ssl_certfile={__file__}", "ssl_certfile and ssl_keyfile: "),
+        (f"rediss://:hunter2@host?ssl_certfile={__file__}", "holds no certificate"),
         (f"rediss://:hunter2@host?ssl_keyfile={__file__}", "without ssl_certfile"),
         ("redis://:hunter2@host?ssl_ca_certs=x", "write rediss"),
         ("redis://host?sentinel_password=hunter2", "unknown option"),

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from extproc.config import MutualTlsSettings
 from extproc.envoy.eds import PoolMembers, load_assignment
-from extproc.envoy.eds_server import ENDPOINTS, METHOD, SERVICE, Catalog, EdsServer, Subscription
+from extproc.envoy.eds_server import ENDPOINTS, METHOD, SERVICE, EdsServer, Subscription
 from extproc.replica_state import ReplicaState
 from extproc.share.lists import Put
 from extproc.share.replicas import Removed, Snapshot
@@ -62,14 +62,14 @@ def ask(
 
 
 def test_change_is_sent_once_to_subscribers() -> None:
-    catalog = Catalog({"a": b"a1", "b": b"b1"})
-    stream = Subscription(catalog, "peer")
+    pools = {"a": b"a1", "b": b"b1"}
+    stream = Subscription(pools, "peer")
     first = ask(stream, "a")
     assert values(first) == [b"a1"]
     assert ask(stream, "a", answering=first) is None
-    catalog.put("b", b"b2")
+    pools["b"] = b"b2"
     assert stream.due() is None
-    catalog.put("a", b"a2")
+    pools["a"] = b"a2"
     second = stream.due()
     assert values(second) == [b"a2"]
     assert first is not None
@@ -80,57 +80,56 @@ def test_change_is_sent_once_to_subscribers() -> None:
 
 
 def test_additional_names_extend_response() -> None:
-    stream = Subscription(Catalog({"a": b"a1", "b": b"b1"}), "peer")
+    stream = Subscription({"a": b"a1", "b": b"b1"}, "peer")
     assert values(ask(stream, "a", "b", answering=ask(stream, "b"))) == [b"a1", b"b1"]
 
 
 def test_acknowledgement_of_older_response_is_ignored() -> None:
-    catalog = Catalog({"a": b"a1", "b": b"b1"})
-    stream = Subscription(catalog, "peer")
+    pools = {"a": b"a1", "b": b"b1"}
+    stream = Subscription(pools, "peer")
     first = ask(stream, "a")
-    catalog.put("a", b"a2")
+    pools["a"] = b"a2"
     second = stream.due()
     assert ask(stream, "b", answering=first) is None
     assert ask(stream, "a", answering=second) is None
 
 
 def test_refusal_is_logged_once_and_not_sent_again(logged: Logged) -> None:
-    catalog = Catalog({"a": b"a1"})
-    stream = Subscription(catalog, "peer")
+    pools = {"a": b"a1"}
+    stream = Subscription(pools, "peer")
     first = ask(stream, "a")
-    for _ in range(2):
-        assert ask(stream, "a", answering=first, refusal="no such locality") is None
+    assert ask(stream, "a", answering=first, refusal="no such locality") is None
+    assert ask(stream, "a", answering=first) is None
     (line,) = logged.lines(REFUSED)
     assert (line["reason"], line["node"]) == ("no such locality", "envoy-1")
-    catalog.put("a", b"a2")
+    pools["a"] = b"a2"
     assert values(stream.due()) == [b"a2"]
 
 
 def test_pool_without_known_replica_is_sent_later(logged: Logged) -> None:
-    catalog = Catalog({"a": None, "b": b"b1"})
-    stream = Subscription(catalog, "peer")
+    pools: dict[str, bytes | None] = {"a": None, "b": b"b1"}
+    stream = Subscription(pools, "peer")
     assert ask(stream, "a") is None
-    catalog.put("a", b"a1")
+    pools["a"] = b"a1"
     assert values(stream.due()) == [b"a1"]
     assert not logged.lines(UNKNOWN)
 
 
 def test_unknown_pool_is_logged_with_known_pools(logged: Logged) -> None:
-    stream = Subscription(Catalog({"default": b"a1"}), "peer")
+    stream = Subscription({"default": b"a1"}, "peer")
     assert ask(stream, "mine") is None
     (line,) = logged.lines(UNKNOWN)
     assert (line["requested"], line["served"], line["node"]) == ("mine", "default", "envoy-1")
 
 
 def test_servers_give_equal_lists_equal_versions() -> None:
-    answers = [ask(Subscription(Catalog({"a": b"a1"}), "peer"), "a") for _ in range(2)]
+    answers = [ask(Subscription({"a": b"a1"}, "peer"), "a") for _ in range(2)]
     assert len({answer.version_info for answer in answers if answer is not None}) == 1
 
 
 class RunningEds(NamedTuple):
-    """A server, its catalog and a channel to it."""
+    """A server and a channel to it."""
 
-    catalog: Catalog
     server: EdsServer
     channel: grpc.aio.Channel
 
@@ -148,24 +147,23 @@ async def response(call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> Discovery
 
 @pytest.fixture
 async def eds() -> AsyncIterator[RunningEds]:
-    catalog = Catalog({"a": b"a1"})
-    server = EdsServer(catalog, MutualTlsSettings())
+    server = EdsServer({"a": b"a1"}, MutualTlsSettings())
     port = await server.start("127.0.0.1:0")
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield RunningEds(catalog, server, channel)
+        yield RunningEds(server, channel)
     await server.stop()
 
 
-async def test_ended_stream_leaves_no_watcher(eds: RunningEds) -> None:
+async def test_ended_stream_is_forgotten(eds: RunningEds) -> None:
     for number in range(3):
         call = eds.stream()
         await call.write(request("a"))
         await response(call)
-        eds.catalog.put("a", b"a%d" % number)
+        eds.server.put("a", b"a%d" % number)
         assert values(await response(call)) == [b"a%d" % number]
         await call.done_writing()
         assert await call.code() == grpc.StatusCode.OK
-    assert not eds.catalog.watchers
+    assert not eds.server.streams
 
 
 async def test_garbage_ends_only_its_stream(eds: RunningEds, logged: Logged) -> None:

@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 
 from extproc.config import MutualTlsSettings
 from extproc.envoy.eds import load_assignment
-from extproc.envoy.eds_server import METHOD, SERVICE, Catalog, EdsServer
+from extproc.envoy.eds_server import METHOD, SERVICE, EdsServer
 from extproc.lab.harness.envoy_config import endpoints, socket_address
 from extproc.lab.harness.processes import Process, flags, free_port, listening
 from extproc.replica_state import ReplicaState
@@ -71,13 +71,12 @@ def asking(port: int, *servers: int) -> dict[str, Any]:
 @asynccontextmanager
 async def serving(
     members: Mapping[str, HealthStatus], files: MutualTlsSettings = PLAIN
-) -> AsyncIterator[tuple[Catalog, dict[str, Any], int]]:
+) -> AsyncIterator[tuple[EdsServer, dict[str, Any], int]]:
     """Serve a pool; yield a bootstrap that subscribes to it, and the port of its listener."""
-    catalog, port = Catalog({POOL: load_assignment(POOL, members)}), free_port()
-    server = EdsServer(catalog, files)
+    server, port = EdsServer({POOL: load_assignment(POOL, members)}, files), free_port()
     tree = asking(port, await server.start("127.0.0.1:0"))
     try:
-        yield catalog, tree, port
+        yield server, tree, port
     finally:
         await server.stop()
 
@@ -110,11 +109,11 @@ async def test_refused_update_is_logged_and_old_members_stay(
 ) -> None:
     async with (
         replica("a") as a,
-        serving(healthy(a)) as (catalog, tree, port),
+        serving(healthy(a)) as (server, tree, port),
         running(tmp_path, tree, port) as envoy,
     ):
         await envoy.members.have(**{a: "HEALTHY"})
-        catalog.put(POOL, load_assignment(POOL, healthy("no-address:80")))
+        server.put(POOL, load_assignment(POOL, healthy("no-address:80")))
         line = await logged.line("envoy refused a list of replicas and keeps the old list")
         assert line["node"] == "envoy"
         assert "no-address" in str(line["reason"])

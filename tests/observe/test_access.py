@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from extproc.cli import main
 from extproc.config import AdminSettings
+from extproc.ground.files import read_certificates
 from extproc.ground.tls import trusting
 from extproc.observe.admin import serve_admin
 from tests.certificates import Authority
@@ -106,7 +107,7 @@ async def test_client_that_hangs_up_leaves_no_log_line(caplog: pytest.LogCapture
 
 
 async def trusts(address: str, cert: Path) -> bool:
-    connector = aiohttp.TCPConnector(ssl=trusting(cert))
+    connector = aiohttp.TCPConnector(ssl=trusting(read_certificates("tls_cert", cert)))
     async with aiohttp.ClientSession(connector=connector) as session:
         try:
             async with session.get(f"https://{address}/livez") as response:

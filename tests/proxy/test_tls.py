@@ -10,8 +10,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from extproc.cli import main
-from extproc.config import EdsSettings, MutualTlsSettings
-from extproc.envoy.eds_server import Catalog, EdsServer
+from extproc.config import EdsSettings
+from extproc.envoy.eds_server import EdsServer
 from extproc.ground.tls import watched
 from extproc.proxy.service import GrpcServer
 from tests.certificates import Authority
@@ -67,7 +67,7 @@ async def router(settings: dict[str, str]) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def control_plane(settings: dict[str, str]) -> AsyncIterator[int]:
-    server = EdsServer(Catalog({}), EdsSettings.model_validate(settings))
+    server = EdsServer({}, EdsSettings.model_validate(settings))
     port = await server.start("127.0.0.1:0")
     try:
         yield port
@@ -148,8 +148,7 @@ async def test_unusable_tls_files_keep_last_content(
 
 
 def test_unreadable_tls_files_are_read_again(files: Files, logged: Logged) -> None:
-    settings = MutualTlsSettings.model_validate(files.settings)
-    renewed = watched(settings, "serve", "Envoy", settings.tls_client_ca)
+    renewed = watched("serve", "Envoy", files.cert, files.key)
     renewed.read()
     files.put(*files.ours.sign("renewed"))
     with too_many_open_files():

@@ -369,11 +369,10 @@ def test_all_queued_requests_start_when_polls_stop() -> None:
 
 def test_share_of_a_frequent_tenant_is_remembered_among_many() -> None:
     """Tenants may be users, of whom there are many: the least served are forgotten."""
-    shares = Shares(0.0)
+    shares = Shares(0.0, queued=())
     for tenant in ("often", *map(str, range(25_000))):
         key = (0, tenant)
         shares.enter(key)
-        shares.leave(key)
         shares.charge(key, 5.0 if tenant == "often" else 1.0)
     assert shares.tag((0, "often")) > shares.tag((0, "new"))
     assert len(shares._tags) < 20_002
@@ -381,7 +380,7 @@ def test_share_of_a_frequent_tenant_is_remembered_among_many() -> None:
 
 def test_recent_share_counts_from_the_start_of_the_process() -> None:
     """The monotonic clock of the machine may have run for a month."""
-    shares = Shares(3e6)
+    shares = Shares(3e6, queued=())
     shares.charge((0, "first"), 30.0)
     assert shares.recent(3e6 + 1.0)["first"] == pytest.approx(30.0, rel=0.1)
 
