@@ -7,8 +7,8 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
 from itertools import chain, cycle, islice
@@ -147,29 +147,6 @@ class Process:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
-
-
-@asynccontextmanager
-async def together(
-    starting: Mapping[str, Awaitable[Process]],
-) -> AsyncIterator[dict[str, Process]]:
-    """Start processes concurrently, and yield them by name once all are ready. Stop them at the
-    end of the block, or if one fails to start."""
-    async with AsyncExitStack() as running:
-
-        async def start(process: Awaitable[Process]) -> Process:
-            started = await process
-            running.push_async_callback(started.stop)
-            return started
-
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                started = {
-                    name: tasks.create_task(start(process)) for name, process in starting.items()
-                }
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None  # the first reason is enough
-        yield {name: task.result() for name, task in started.items()}
 
 
 def _die_with(parent: int) -> None:

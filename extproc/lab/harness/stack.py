@@ -104,7 +104,7 @@ class Stack:
         self.pollers = _names("poller", pollers)
         self._addresses = {replica.name: replica.address for replica in replicas}
         admins = [f"{name}-admin" for name in ("envoy", *self.routers, *self.pollers)]
-        names = ["redis", *self.routers, *admins, *self.process_names]
+        names = ["redis", "envoy", *self.routers, *admins, *self.process_names]
         self.ports = pick_ports({**dict.fromkeys(names, 0), **usual_ports})
         self.config_file = directory / "extproc.yaml"
         self.access_log = directory / "access.log"
