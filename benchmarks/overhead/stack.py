@@ -15,7 +15,6 @@ from benchmarks.states import PROFILE, addresses
 from extproc.lab.harness.envoy_config import TEMPLATE, Bootstrap, drop_ext_proc, manager_of
 from extproc.lab.harness.processes import Check, Process, envoy_command, free_port, listening
 from extproc.lab.harness.stack import Stack, attached_replicas
-from extproc.lab.harness.usage import cpu_s, memory_kb
 
 _UPSTREAM = Path(__file__).with_name("upstream.yaml")
 _POOL = "overhead"
@@ -103,10 +102,10 @@ class OverheadStack(Stack):
         return ClientReport(**json.loads(client.last_lines(1)))
 
     def cpu_s(self) -> float:
-        return 0.0 if self._setup.router == "none" else cpu_s(self.process("router").pid)
+        return 0.0 if self._setup.router == "none" else self.process("router").cpu_s()
 
     def memory_kb(self) -> float:
-        return 0.0 if self._setup.router == "none" else memory_kb(self.process("router").pid)
+        return 0.0 if self._setup.router == "none" else self.process("router").memory_kb()
 
     async def start(self, name: str) -> None:
         """Starts a process. Redis is started before ``states``, which would end without it."""

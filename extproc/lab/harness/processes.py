@@ -22,6 +22,7 @@ Check = Callable[[], Awaitable[bool]]  # returns True once a process is ready to
 _READY_S = 60.0  # long enough for a busy machine
 _LOG_LINES = 20
 _CHECK_INTERVAL_S = 0.02
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _HOST = "127.0.0.1"
@@ -96,6 +97,18 @@ class Process:
     def returncode(self) -> int | None:
         """Exit status, negative for a signal; None while the process runs."""
         return self._process.returncode
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds that the process has used so far (Linux)."""
+        stat = Path(f"/proc/{self.pid}/stat").read_text()
+        user, system = stat.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) * _TICK_S
+
+    def memory_kb(self) -> float:
+        """Return the resident memory of the process in kB (Linux)."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        (line,) = (line for line in status.splitlines() if line.startswith("VmRSS:"))
+        return float(line.split()[1])
 
     async def wait_ready(self, ready: Check, timeout_s: float = _READY_S) -> None:
         """Return once ``ready`` returns True.
