@@ -33,7 +33,6 @@ OBSERVED = "round_robin", "least_request", "random"  # policies that need no wei
 _OBSERVE = Path(__file__).parents[2] / "envoy" / "observe.yaml"
 _FASTEST = 100  # weight of the fastest replica
 _WORKERS = 2  # as in the demo's stack, whose Envoy runs beside a router
-_READY_S = 30.0
 _DECISIONS_KEPT = 25_000
 _PARTS = {"picker": "router", "poller": "poller", "redis": "redis"}  # part → process of the stack
 
@@ -100,7 +99,7 @@ async def start_envoy(bootstrap: Bootstrap, admin: str, directory: Path) -> Proc
     add_access_log(bootstrap, directory / "access.log")
     config.write_text(yaml.safe_dump(bootstrap, sort_keys=False))
     argv, ready = envoy_command(config, _WORKERS), answers(f"{admin}/ready")
-    return await Process.start("envoy", argv, log=log, ready=ready, ready_s=_READY_S)
+    return await Process.start("envoy", argv, log=log, ready=ready)
 
 
 def name_replicas(bootstrap: Bootstrap) -> None:
