@@ -142,7 +142,7 @@ def _backlog(machine: Machine, queued: Iterable[Sequence]) -> int:
 
 def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> FleetView:
     engines = [machine.engine for machine in machines]
-    models = [machine.step_model for machine in machines]
+    models = [engine.step_model for engine in engines]
     names = [machine.name for machine in machines]
 
     def of_engines(name: str) -> Floats:

@@ -134,7 +134,7 @@ class Simulation(ABC):
         if not machine.up:
             self._retry(served)
             return
-        served.frontend = machine.step_model.frontend
+        served.frontend = machine.engine.step_model.frontend
         try:
             for sequence in served.sequences:
                 sequence.id = next(self._ids)

@@ -19,7 +19,7 @@ from extproc.lab.simulator.steps import (
     Step,
     StepOutcome,
 )
-from extproc.predict.step import HardwareProfile, StepModel
+from extproc.predict.step import HardwareProfile
 
 _rank = attrgetter("rank")
 
@@ -99,8 +99,7 @@ class Engine:
         self._prefix_queries = self._prefix_hits = 0  # copied to the counters after a step
         self.freezing_gauges = False  # as vLLM up to 0.10.1: steps without a token set no gauges
         self.sleep_level: int | None = None  # None: awake
-        self._model: StepModel = profile.step
-        self._slow = 1.0
+        self.step_model = profile.step  # as :meth:`slow_down` left it
         self._cold_steps = cold_steps
         self._now = 0.0
         self._decode_steps: DecodeSteps | None = None
@@ -111,17 +110,6 @@ class Engine:
         self._kv = 0  # tokens of the decoding sequences in the KV cache
         self._needing = [0] * block_size  # sequences that need a block, by step % block_size
         self._ends: list[tuple[int, int, Sequence]] = []  # heap by last step; some are outdated
-
-    @property
-    def slow(self) -> float:
-        """Factor by which steps take longer than in the profile; may be set at any time."""
-        return self._slow
-
-    @slow.setter
-    def slow(self, factor: float) -> None:
-        self._slow = factor
-        self._model = self.profile.step.slowed(factor)
-        self._decode_steps = None
 
     @property
     def running(self) -> int:
@@ -202,6 +190,11 @@ class Engine:
             self.pool.clear()
             if self.events:
                 self.events.cleared()
+
+    def slow_down(self, factor: float) -> None:
+        """Let steps take ``factor`` times as long as in the profile, from the next step on."""
+        self.step_model = self.profile.step.slowed(factor)
+        self._decode_steps = None
 
     def schedule(self, now: float) -> Step | None:
         """Begin a step at ``now``; return None if no sequence can run. Call :meth:`complete` before
@@ -386,7 +379,7 @@ class Engine:
         # Each token of a chunk attends to the computed tokens and, on average, half the chunk.
         attention = sum(chunk * (sequence.computed + chunk / 2) for sequence, chunk in chunks)
         attention += self._drafted * self._kv
-        time = self._model.step_time(prefill, self.running, self._kv + context, attention)
+        time = self.step_model.step_time(prefill, self.running, self._kv + context, attention)
         return time * COLD if self._cold else time
 
     def _decode(self, until: float, single: bool) -> Step:
@@ -397,7 +390,7 @@ class Engine:
         if planned is None or warmed_up or planned.end(self.steps - 1) != self._now:
             batch = len(self._decoding)
             time = self._step_time([])
-            planned = DecodeSteps(self._now, self.steps, time, self._model.c_kv * batch)
+            planned = DecodeSteps(self._now, self.steps, time, self.step_model.c_kv * batch)
             self._decode_steps = planned
         last = self.steps
         if not single and planned.end(last) < until:

@@ -203,7 +203,8 @@ class ReplicaServer:
         given = (await _parse(request, Faults)).model_dump(exclude_unset=True)
         self._faults = faults = self._faults.model_copy(update=given)
         engine, working = self.replica.engine, self.replica.live.working
-        engine.slow, engine.freezing_gauges = faults.slow, faults.freezing_gauges
+        engine.slow_down(faults.slow)
+        engine.freezing_gauges = faults.freezing_gauges
         (working.clear if faults.hang else working.set)()
         logger.info("simulated faults changed", extra=faults.model_dump())
         return web.json_response(faults.model_dump())

@@ -257,7 +257,7 @@ def test_slowdown_applies_from_the_next_step() -> None:
     engine = engine_with(Sequence(1, 10, 3))
     first = begin(engine, 0.0)
     engine.complete()
-    engine.slow = 3.0
+    engine.slow_down(3.0)
     second = begin(engine, first.ends_at)
     assert second.ends_at - second.starts_at == pytest.approx(3 * STEP.step_time(0, 1, 10))
 
