@@ -2,7 +2,7 @@
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from itertools import count
 from math import ceil
@@ -172,10 +172,11 @@ class LiveEngine:
 
     def sleep(self, level: int) -> None:
         """Abort all requests, and begin no step until :meth:`wake`."""
-        for answer, generation, index in [*self._unfinished()]:
-            self.engine.abort(answer.sequence, self._now())
+        for generation, index in [*self._owners.values()]:
+            sequence = generation.answers[index].sequence
+            self.engine.abort(sequence, self._now())
             generation.add_tokens(index, 0)
-            self._end(answer.sequence)
+            self._end(sequence)
         self.engine.sleep(level)
 
     def wake(self) -> None:
@@ -189,8 +190,8 @@ class LiveEngine:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens of all sequences without a first token."""
-        sequences = (answer.sequence for answer, _, _ in self._unfinished())
-        return sum(sequence.prompt_tokens for sequence in sequences if sequence.first_token is None)
+        unanswered = (each for each in self.engine.queued if each.first_token is None)
+        return sum(sequence.prompt_tokens for sequence in unanswered)
 
     async def run(self) -> NoReturn:
         """Run steps until cancelled. Each step begins when the step before was due to end, so that
@@ -211,10 +212,6 @@ class LiveEngine:
 
     def _now(self) -> float:
         return (self._clock() - self._started) * self.speed
-
-    def _unfinished(self) -> Iterator[tuple[GeneratedAnswer, Generation, int]]:
-        for generation, index in self._owners.values():
-            yield generation.answers[index], generation, index
 
     def _deliver(self, outcome: StepOutcome, duration: float) -> None:
         self._metrics.observe("inter_token_latency_seconds", duration, len(outcome.decoded))
