@@ -51,12 +51,6 @@ class Speculation:
     """
 
     def __init__(self, tokens: int, acceptance: float, random: Random) -> None:
-        """Raises ValueError if ``tokens`` is below 1, or ``acceptance`` is not in 0…1."""
-        if tokens < 1 or not 0 <= acceptance <= 1:
-            raise ValueError(
-                f"speculative decoding needs at least 1 draft token (got {tokens}) and an "
-                f"acceptance of 0 to 1 (got {acceptance})"
-            )
         self.tokens = tokens
         self._acceptance = acceptance
         self._random = random
