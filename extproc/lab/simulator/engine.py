@@ -5,7 +5,6 @@ from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
-from operator import attrgetter
 
 from extproc.lab.simulator.blocks import BlockPool
 from extproc.lab.simulator.features import COLD, LoadedAdapters, Speculation
@@ -20,8 +19,6 @@ from extproc.lab.simulator.steps import (
     StepOutcome,
 )
 from extproc.predict.step import HardwareProfile
-
-_rank = attrgetter("rank")
 
 
 class Engine:
@@ -149,10 +146,8 @@ class Engine:
         """Queue a sequence for the next step. The caller must first advance the engine to ``now``.
 
         Raises:
-            ValueError: the sequence has no prompt, or never fits into the KV cache.
+            ValueError: the sequence never fits into the KV cache.
         """
-        if sequence.prompt_tokens < 1 or sequence.output_tokens < 0:
-            raise ValueError(f"sequence {sequence.id} needs a prompt of at least one token")
         tokens = sequence.prompt_tokens + max(sequence.output_tokens - 1, 0)
         if tokens > self.capacity:
             raise ValueError(
@@ -173,10 +168,8 @@ class Engine:
         """End an unfinished sequence; it gets no token from the step in progress."""
         if sequence.id in self._decoding or sequence.id in self._prefilling:
             self._stop(sequence)
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
         else:
-            return
+            self._waiting.remove(sequence)
         sequence.reason = FinishReason.ABORT
         sequence.finished = now
         if self.step is None and not self.freezing_gauges:
@@ -517,15 +510,18 @@ class Engine:
         counters.iteration_tokens.observe(tokens + prompt_tokens - cached, outcome.steps)
 
     def _show(self, waiting: int) -> None:
-        self.gauges = Gauges(self.running, waiting, self.kv_usage)
-        if self.adapters:
-            used = _adapters_of(self._decoding.values())
-            deferred = min(self._deferred, waiting)
-            self.gauges = self.gauges._replace(deferred=deferred, adapters=used)
+        used = _adapters_of(self._decoding.values()) if self.adapters else ()
+        deferred = min(self._deferred, waiting)
+        self.gauges = Gauges(self.running, waiting, self.kv_usage, deferred, used)
 
     def _finish(self, sequence: Sequence, now: float) -> None:
         sequence.finished = now
         self.counters.finished[sequence.reason] += 1
+
+
+def _rank(sequence: Sequence) -> tuple[int, float, int]:
+    """Sort key if the engine schedules by priority; the lowest rank is admitted first."""
+    return sequence.priority, sequence.arrived or 0.0, sequence.id
 
 
 def _adapters_of(sequences: Iterable[Sequence]) -> list[str]:
