@@ -10,8 +10,9 @@ from random import Random
 import numpy as np
 from msgspec import structs
 
+from extproc.lab.replay import Traced
 from extproc.lab.replay.machine import Machine, MachinePoller
-from extproc.lab.replay.routers import Arrival, RouterNode, Routers, Traced, VirtualClock
+from extproc.lab.replay.routers import Arrival, RouterNode, Routers, VirtualClock
 from extproc.lab.replay.scene import ReplayReplica, ReplayRequest, ReplicaPhase, Scene
 from extproc.lab.replay.simulation import Simulation
 from extproc.lab.simulator.engine import Engine

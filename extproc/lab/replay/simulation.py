@@ -7,6 +7,7 @@ from itertools import count
 from math import inf
 from operator import itemgetter
 
+from extproc.lab.replay import Traced
 from extproc.lab.replay.machine import Machine, MachinePoller
 from extproc.lab.replay.routers import (
     Arrival,
@@ -14,7 +15,6 @@ from extproc.lab.replay.routers import (
     RouterNode,
     Routers,
     Served,
-    Traced,
     VirtualClock,
 )
 from extproc.lab.simulator.steps import StepOutcome
@@ -51,7 +51,7 @@ class Simulation(ABC):
         self._poll_at = 0.0
         self._queueing = queueing
         self._events = sorted(events, key=itemgetter(0))[::-1]
-        self._arrived = 0
+        self._numbers = count(1)  # of requests
         self._open: dict[int, Served] = {}  # dispatched requests, by number
         self._requests: dict[int, Served] = {}  # by sequence id
         self._ids = count(1)  # of sequences
@@ -93,8 +93,7 @@ class Simulation(ABC):
                 )
 
     def _arrive(self, traced: Traced) -> None:
-        self._arrived += 1
-        arrival = self._arrival(self._arrived, traced)
+        arrival = self._arrival(next(self._numbers), traced)
         decision = self._routers.decide(arrival)
         if decision and self._queueing and not self._routers.owner(arrival).queue.admit(decision):
             self._enqueue(arrival, decision)
