@@ -227,9 +227,6 @@ class Routers:
     def notify(self, served: Served, event: RouterEvent) -> None:
         event(self._owner[served.number], served)
 
-    def ended(self, served: Served) -> None:
-        self.notify(served, RouterNode.ended)
-
     def publish(self, state: ReplicaState) -> None:
         """Give every router a polled state."""
         for node in self.nodes:

@@ -159,7 +159,7 @@ class Simulation(ABC):
 
     def _fail(self, served: Served) -> None:
         self._answer(served, ok=False)
-        self._routers.ended(served)
+        self._routers.notify(served, RouterNode.ended)
         del self._open[served.number]
         self.failed.append(Failed(served.traced, served.replica, self.clock()))
 
@@ -222,7 +222,7 @@ class Simulation(ABC):
                 del self._open[served.number]
                 served.finished = self.clock()
                 self._answer(served, ok=True)
-                self._routers.ended(served)
+                self._routers.notify(served, RouterNode.ended)
                 yield served
                 self._routers.notify(served, RouterNode.queue_freed)
 
