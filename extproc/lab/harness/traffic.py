@@ -111,8 +111,19 @@ class Client:
         chunks: list[bytes] = []
         times: list[float] = []
         broken: Exception | None = None
+        url = self._url + request.path
+        headers = {
+            **request.headers,
+            "content-type": "application/json",
+            "x-request-id": request.request_id,
+        }
         try:
-            await self._exchange(request, answer, chunks, times)
+            async with self._session.post(url, data=request.body, headers=headers) as response:
+                answer.status = response.status
+                answer.replica = response.headers.get(SERVED_BY_HEADER)
+                async for chunk in response.content.iter_any():
+                    chunks.append(chunk)
+                    times.append(self._clock())
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             broken = error
         answer.completion_s = self._clock() - began
@@ -124,22 +135,6 @@ class Client:
         self.in_flight -= 1
         self.failed += not answer.ok
         return answer
-
-    async def _exchange(
-        self, request: TimedRequest, answer: Answer, chunks: list[bytes], times: list[float]
-    ) -> None:
-        headers = {
-            **request.headers,
-            "content-type": "application/json",
-            "x-request-id": request.request_id,
-        }
-        url = self._url + request.path
-        async with self._session.post(url, data=request.body, headers=headers) as response:
-            answer.status = response.status
-            answer.replica = response.headers.get(SERVED_BY_HEADER)
-            async for chunk in response.content.iter_any():
-                chunks.append(chunk)
-                times.append(self._clock())
 
 
 async def send_all(
