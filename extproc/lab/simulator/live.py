@@ -69,10 +69,6 @@ class GeneratedAnswer:
     def text(self) -> str:
         return tokens.generated_text(self.start, self.sequence.generated)
 
-    @property
-    def reason(self) -> FinishReason:
-        return self.sequence.reason
-
 
 class Token(NamedTuple):
     """Tokens that an answer got from one step."""
@@ -129,7 +125,7 @@ class Generation:
         """Add ``count`` tokens to answer ``index``; a stream sends them together."""
         if self._streamed:
             answer = self.answers[index]
-            reason = answer.reason if answer.sequence.finished is not None else None
+            reason = answer.sequence.reason if answer.sequence.finished is not None else None
             text = tokens.generated_text(answer.start + self._generated[index], count)
             self._tokens.append(Token(index, text, reason))
             self._changed.set()
@@ -231,5 +227,6 @@ class LiveEngine:
         generation.end()
         if generation.complete:
             for longest in generation.longest():
-                self._metrics.request_finished(longest, generation.choices)
+                self._metrics.observe("request_max_num_generation_tokens", longest)
+                self._metrics.observe("request_params_n", generation.choices)
         return generation.answers[index]
