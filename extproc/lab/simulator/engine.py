@@ -450,7 +450,6 @@ class Engine:
     def _finish_decoded(self, now: float) -> Iterator[Sequence]:
         while self._decoding and self._last_end() <= self.steps:
             _, _, sequence = heapq.heappop(self._ends)
-            self._stop(sequence)
             self._finish(sequence, now)
             yield sequence
 
@@ -459,7 +458,6 @@ class Engine:
             sequence.first_token = now
         sequence.generated += sequence.output_tokens > 0
         if sequence.generated == sequence.output_tokens:
-            self._stop(sequence)
             self._finish(sequence, now)
         else:
             self._start_decoding(sequence)
@@ -515,6 +513,7 @@ class Engine:
         self.gauges = Gauges(self.running, waiting, self.kv_usage, deferred, used)
 
     def _finish(self, sequence: Sequence, now: float) -> None:
+        self._stop(sequence)
         sequence.finished = now
         self.counters.finished[sequence.reason] += 1
 

@@ -15,7 +15,6 @@ class LoadedAdapters:
 
     def __init__(self, slots: int, load_s: float) -> None:
         self.slots = slots
-        self.loads = 0
         self._load_s = load_s
         self._loaded: OrderedDict[str, None] = OrderedDict()
 
@@ -25,14 +24,14 @@ class LoadedAdapters:
 
     def use(self, adapters: Iterable[str]) -> float:
         """Use adapters in a step; return the seconds that loading the missing adapters takes."""
-        loads = self.loads
+        loads = 0
         for adapter in adapters:
-            self.loads += adapter not in self._loaded
+            loads += adapter not in self._loaded
             self._loaded[adapter] = None
             self._loaded.move_to_end(adapter)
         while len(self._loaded) > self.slots:
             self._loaded.popitem(last=False)
-        return (self.loads - loads) * self._load_s
+        return loads * self._load_s
 
 
 COLD = 2.0

@@ -222,9 +222,15 @@ class ReplicaServer:
 
     def _models(self, request: web.Request) -> dict[str, Any]:
         settings = self.replica.settings
-        base: dict[str, Any] = {"id": settings.model, "object": "model"}
-        base |= {"created": int(time.time()), "owned_by": "vllm", "root": settings.model}
-        base |= {"parent": None, "max_model_len": self.replica.max_model_len}
+        base = {
+            "id": settings.model,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "vllm",
+            "root": settings.model,
+            "parent": None,
+            "max_model_len": self.replica.max_model_len,
+        }
         # vLLM reports no context length for adapters.
         adapter = {"parent": settings.model, "max_model_len": None}
         adapters = [base | adapter | {"id": name, "root": name} for name in settings.adapters]
