@@ -12,9 +12,9 @@ from benchmarks.oracle import Oracle
 from benchmarks.trace import ID_TOKENS, TracedRequest
 from extproc.config import Config, HoldSettings, RouteSettings
 from extproc.fleet.fleet import Fleet
-from extproc.lab.replay import simulation
+from extproc.lab.replay import Traced, simulation
 from extproc.lab.replay.machine import Machine, MachinePoller
-from extproc.lab.replay.routers import Arrival, RouterNode, Routers, Traced, VirtualClock
+from extproc.lab.replay.routers import Arrival, RouterNode, Routers, VirtualClock
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.steps import Sequence
 from extproc.predict.estimator import FleetPrior

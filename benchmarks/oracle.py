@@ -10,7 +10,14 @@ from msgspec import structs
 
 from extproc.fleet.prefix_index import PrefixHits
 from extproc.lab.replay.machine import Machine
-from extproc.lab.replay.routers import Arrival, RouterEvent, Routers, Served, VirtualClock
+from extproc.lab.replay.routers import (
+    Arrival,
+    RouterEvent,
+    RouterNode,
+    Routers,
+    Served,
+    VirtualClock,
+)
 from extproc.lab.simulator.steps import Sequence
 from extproc.predict.completion import Prediction, predict
 from extproc.predict.correction import Corrections
@@ -81,12 +88,11 @@ class Oracle(Routers):
         return Decision(situation, choice, view.ids[first], second)
 
     def notify(self, served: Served, event: RouterEvent) -> None:
-        """Ignores events: the oracle sees the engines."""
-
-    def ended(self, served: Served) -> None:
-        """Learns by how much requests that came later delayed the decoding of this request."""
+        """Learns from an answer by how much requests that came later delayed its decoding. Ignores
+        other events: the oracle sees the engines."""
         decision = served.decision
-        if served.finished is not None and served.replica == decision.replica:
+        answered = event is RouterNode.ended and served.finished is not None
+        if answered and served.replica == decision.replica:
             pace = decision.forecast().decode_time_per_token
             predicted = pace * (served.sequence.output_tokens - 1)
             actual = max(served.completion - decision.predicted_ttft, 0.0)
@@ -142,7 +148,7 @@ def _backlog(machine: Machine, queued: Iterable[Sequence]) -> int:
 
 def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> FleetView:
     engines = [machine.engine for machine in machines]
-    models = [machine.step_model for machine in machines]
+    models = [engine.step_model for engine in engines]
     names = [machine.name for machine in machines]
 
     def of_engines(name: str) -> Floats:

@@ -10,8 +10,9 @@ import numpy as np
 
 from benchmarks.discrete import FleetSimulation
 from benchmarks.fleet import imbalance
+from extproc.lab.replay import Traced
 from extproc.lab.replay.figures import FIGURES, distribution, rank_correlation
-from extproc.lab.replay.routers import Failed, Served, Traced
+from extproc.lab.replay.routers import Failed, Served
 
 Run = dict[str, Any]  # figures of a run, in the form of the JSON; times in seconds
 TIMES = ("ttft_s", "e2e_s")

@@ -11,14 +11,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, ValidationError
 
+from extproc.lab.replay import Traced
+
 ID_TOKENS = 512  # prompt tokens that one hash id stands for
 
 
 @dataclass(frozen=True, slots=True)
-class TracedRequest:
-    at: float  # seconds from the start
-    prompt_tokens: int
-    output_tokens: int  # length of the answer: no policy may see it
+class TracedRequest(Traced):
     max_tokens: int | None
     hash_ids: tuple[int, ...] = ()  # one per 512 prompt tokens; equal leading ids: equal prefix
 

@@ -1,7 +1,6 @@
 """Replicas of a comparison, and contenders: the routers between clients and replicas."""
 
 import asyncio
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -14,10 +13,9 @@ import aiohttp
 
 from benchmarks.arguments import servers_by_name
 from benchmarks.fleet import FleetFile, ReplicaGroup
-from extproc.lab.harness.processes import Process, ProcessError, answers, pick_ports, together
+from extproc.lab.harness.processes import Process, ProcessError, flags
+from extproc.lab.harness.stack import MODEL, SimulatedReplica, Stack
 from extproc.lab.simulator.replica import DEFAULT_MODEL_LEN
-
-_READY_S = 30.0
 
 Servers = Mapping[str, str]  # name → `ip:port`
 Processes = Mapping[str, Process]  # by name
@@ -67,7 +65,7 @@ class RunningServers(ComparedFleet):
 class SimulatedFleet(ComparedFleet):
     """Processes of ``extproc simulate``, as a fleet file describes them."""
 
-    model = "llama-8b"
+    model = MODEL
 
     def __init__(self, file: FleetFile) -> None:
         """Raises ValueError for a file with events, which only the discrete simulation can play."""
@@ -80,39 +78,41 @@ class SimulatedFleet(ComparedFleet):
         # Tokens of a prompt and its answer that fit into every replica.
         kv_tokens = (profile.kv_tokens for profile in file.members.values())
         self.load_options = ("--context", str(min(*kv_tokens, DEFAULT_MODEL_LEN)))
-        self._options = {
-            name: ["--profile", profile.name, *_options(file.group(name))]
+        self._replicas = [
+            SimulatedReplica(name, profile.name, _options(file.group(name)))
             for name, profile in file.members.items()
-        }
+        ]
 
     @asynccontextmanager
     async def fresh(self, directory: Path) -> AsyncIterator[tuple[Servers, Processes]]:
-        ports = pick_ports(dict.fromkeys(self._options, 0))
-        servers = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
-        simulate = [sys.executable, "-m", "extproc", "simulate", "--model", self.model]
-        starting = {
-            name: Process.start(
-                name,
-                [*simulate, "--port", str(port), *self._options[name]],
-                log=directory / f"{name}.log",
-                ready=answers(f"http://{servers[name]}/health"),
-                ready_s=_READY_S,
+        async with _ReplicaStack(directory, self._replicas) as stack:
+            names = stack.process_names
+            yield (
+                {name: stack.address(name) for name in names},
+                {name: stack.process(name) for name in names},
             )
-            for name, port in ports.items()
-        }
-        async with together(starting) as processes:
-            yield servers, processes
 
 
-def _options(group: ReplicaGroup) -> list[str]:
-    options = ["--cold-steps", str(group.cold_steps)]
-    options += ["--scheduling-policy", group.scheduling_policy]
-    if group.old_counters:
-        options.append("--old-counters")
+class _ReplicaStack(Stack):
+    """Stack of simulated replicas without the other processes."""
+
+    @property
+    def process_names(self) -> list[str]:
+        return [replica.name for replica in self.replicas]
+
+    async def wait_routing(self) -> None:
+        """Returns at once: a replica is ready when its process has started."""
+
+
+def _options(group: ReplicaGroup) -> tuple[str, ...]:
+    options: dict[str, object] = {
+        "cold-steps": group.cold_steps,
+        "scheduling-policy": group.scheduling_policy,
+    }
     if group.draft_tokens:
-        drafts, acceptance = str(group.draft_tokens), str(group.acceptance)
-        options += ["--draft-tokens", drafts, "--acceptance", acceptance]
-    return options
+        options |= {"draft-tokens": group.draft_tokens, "acceptance": group.acceptance}
+    counters = ("--old-counters",) if group.old_counters else ()
+    return *flags(options), *counters
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from extproc.lab.harness.envoy_config import (
 )
 from extproc.lab.harness.pages import decisions, get_text
 from extproc.lab.harness.processes import Process, answers, envoy_command, pick_ports
-from extproc.lab.harness.stack import SimulatedReplica, Stack, attached_replicas
+from extproc.lab.harness.stack import SimulatedReplica, Stack
 
 _TYPES = {
     "round_robin": "round_robin.v3.RoundRobin",
@@ -33,7 +33,6 @@ OBSERVED = "round_robin", "least_request", "random"  # policies that need no wei
 _OBSERVE = Path(__file__).parents[2] / "envoy" / "observe.yaml"
 _FASTEST = 100  # weight of the fastest replica
 _WORKERS = 2  # as in the demo's stack, whose Envoy runs beside a router
-_READY_S = 30.0
 _DECISIONS_KEPT = 25_000
 _PARTS = {"picker": "router", "poller": "poller", "redis": "redis"}  # part → process of the stack
 
@@ -100,7 +99,7 @@ async def start_envoy(bootstrap: Bootstrap, admin: str, directory: Path) -> Proc
     add_access_log(bootstrap, directory / "access.log")
     config.write_text(yaml.safe_dump(bootstrap, sort_keys=False))
     argv, ready = envoy_command(config, _WORKERS), answers(f"{admin}/ready")
-    return await Process.start("envoy", argv, log=log, ready=ready, ready_s=_READY_S)
+    return await Process.start("envoy", argv, log=log, ready=ready)
 
 
 def name_replicas(bootstrap: Bootstrap) -> None:
@@ -163,7 +162,10 @@ class RouterContender:
     async def running(
         self, fleet: ComparedFleet, servers: Servers, directory: Path, seed: int
     ) -> AsyncIterator[Front]:
-        replicas = attached_replicas(servers, fleet.profiles)
+        replicas = [
+            SimulatedReplica(name, fleet.profiles[name], address=address)
+            for name, address in servers.items()
+        ]
         async with self._stack(directory, replicas, seed) as stack:
             complaints = partial(self._complaints, stack)
             records = partial(decisions, stack.router_admin)

@@ -18,8 +18,6 @@ from extproc.lab.harness.processes import Process, flags, pick_ports
 
 INSTALLED = Path(__file__).parents[2] / ".peers"  # of `make peers`
 
-_READY_S = 60.0
-
 # Endings of metrics that are 0 unless requests bypass the policy: retries, shed load, …
 _ALWAYS_ZERO = (
     *("retries_total", "retries_exhausted_total", "request_errors_total", "cb_state"),
@@ -112,7 +110,7 @@ class ProxyContender:
             return found
 
         log = directory / f"{name}.log"
-        async with await Process.start(name, argv, log=log, ready=all_healthy, ready_s=_READY_S):
+        async with await Process.start(name, argv, log=log, ready=all_healthy):
             yield Front(url, complaints)
 
     def _command(self, ports: Mapping[str, int]) -> list[str]:

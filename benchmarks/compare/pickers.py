@@ -18,8 +18,6 @@ from extproc.lab.harness.envoy_config import Bootstrap, endpoints, socket_addres
 from extproc.lab.harness.pages import get_samples
 from extproc.lab.harness.processes import Process, listening, pick_ports
 
-_READY_S = 30.0
-
 
 @dataclass(frozen=True, slots=True)
 class PickerAccount:
@@ -112,7 +110,7 @@ class PickerContender:
             return found
 
         name, command = self._product.program, [str(self._program), *arguments]
-        picker = Process.start(name, command, log=log, ready=ready, ready_s=_READY_S, env=env)
+        picker = Process.start(name, command, log=log, ready=ready, env=env)
         async with (
             await picker as started,
             await start_envoy(self.bootstrap(ports, servers), admin, directory),

@@ -14,8 +14,7 @@ from benchmarks.overhead.client import ClientReport
 from benchmarks.states import PROFILE, addresses
 from extproc.lab.harness.envoy_config import TEMPLATE, Bootstrap, drop_ext_proc, manager_of
 from extproc.lab.harness.processes import Check, Process, envoy_command, free_port, listening
-from extproc.lab.harness.stack import Stack, attached_replicas
-from extproc.lab.harness.usage import cpu_s, memory_kb
+from extproc.lab.harness.stack import SimulatedReplica, Stack
 
 _UPSTREAM = Path(__file__).with_name("upstream.yaml")
 _POOL = "overhead"
@@ -85,8 +84,11 @@ class OverheadStack(Stack):
         self._upstream = free_port()
         self._upstream_file = directory / "upstream.yaml"
         self.template = setup.envoy
-        served = {address: address for address in addresses(setup.replicas, self._upstream)}
-        super().__init__(directory, attached_replicas(served, dict.fromkeys(served, PROFILE)))
+        replicas = [
+            SimulatedReplica(address, PROFILE, address=address)
+            for address in addresses(setup.replicas, self._upstream)
+        ]
+        super().__init__(directory, replicas)
 
     @property
     def process_names(self) -> list[str]:
@@ -103,10 +105,10 @@ class OverheadStack(Stack):
         return ClientReport(**json.loads(client.last_lines(1)))
 
     def cpu_s(self) -> float:
-        return 0.0 if self._setup.router == "none" else cpu_s(self.process("router").pid)
+        return 0.0 if self._setup.router == "none" else self.process("router").cpu_s()
 
     def memory_kb(self) -> float:
-        return 0.0 if self._setup.router == "none" else memory_kb(self.process("router").pid)
+        return 0.0 if self._setup.router == "none" else self.process("router").memory_kb()
 
     async def start(self, name: str) -> None:
         """Starts a process. Redis is started before ``states``, which would end without it."""

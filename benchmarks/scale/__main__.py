@@ -22,7 +22,6 @@ from redis.asyncio import Redis
 
 from benchmarks import arguments
 from extproc.lab.harness.processes import Process, free_port, start_redis
-from extproc.lab.harness.usage import cpu_s
 from extproc.share.connection import connect
 
 _POOL = "scale"
@@ -58,7 +57,7 @@ async def measure(
             measured.append(await _start("benchmarks.scale.router", words, directory, number))
             stack.push_async_callback(measured[-1].kill)
         await _connected(redis, routers, measured)
-        cpu, before = (cpu_s(server.pid), cpu_s(writer.pid)), await redis.info("stats")
+        cpu, before = (server.cpu_s(), writer.cpu_s()), await redis.info("stats")
         began = time.monotonic()
         await asyncio.sleep(seconds)
         after, took = await redis.info("stats"), time.monotonic() - began
@@ -66,8 +65,8 @@ async def measure(
         totals |= {f"bytes_{way}": f"total_net_{way}put_bytes" for way in ("in", "out")}
         counted = {name: round((after[key] - before[key]) / took) for name, key in totals.items()}
         memory = (await redis.info("memory"))["used_memory"] - empty
-        used = {"cpu": (cpu_s(server.pid) - cpu[0]) / took, "memory": memory}
-        writer_cpu = (cpu_s(writer.pid) - cpu[1]) / took
+        used = {"cpu": (server.cpu_s() - cpu[0]) / took, "memory": memory}
+        writer_cpu = (writer.cpu_s() - cpu[1]) / took
         for router in measured:
             await router.wait()
     settings = {"replicas": replicas, "routers": routers, "interval_s": interval_s, "rate": rate}

@@ -39,7 +39,7 @@ class ObservedSimulation(FleetSimulation):
 
     def _compare(self, name: str) -> tuple[float, float]:
         """Learned ÷ true decode speed, and learned ÷ true time of a prefill of 1,000 tokens."""
-        view, truth = self.fleet.view(MODEL), self.machines[name].step_model
+        view, truth = self.fleet.view(MODEL), self.machines[name].engine.step_model
         row = view.ids.index(name)
         each = view.c0, view.c_prefill, view.c_batch, view.c_kv
         learned = StepModel(*(float(values[row]) for values in each))
@@ -182,7 +182,6 @@ def test_cached_prompts_do_not_make_prefill_look_cheap(cached: int, old: bool) -
         pass
     _, prefill = simulation.ratios[90.0]["gpu-0"]
     # The router's step times have no term for attention: long contexts make prefill dearer.
-    plain = 1 + cached * simulation.machines["gpu-0"].step_model.c_att / (
-        simulation.machines["gpu-0"].step_model.c_prefill
-    )
+    step = simulation.machines["gpu-0"].engine.step_model
+    plain = 1 + cached * step.c_att / step.c_prefill
     assert 0.75 <= prefill <= 1.25 * plain

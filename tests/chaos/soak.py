@@ -17,7 +17,6 @@ import aiohttp
 
 from extproc.lab.harness.pages import samples_of
 from extproc.lab.harness.stack import SimulatedReplica, Stack
-from extproc.lab.harness.usage import memory_kb
 from tests.chaos.load import SteadyLoad
 from tests.chaos.report import report
 from tests.chaos.system import LoadedSystem
@@ -67,7 +66,7 @@ class Soak(LoadedSystem):
 
     def memory_mib(self) -> dict[str, float]:
         """Resident memory of each process (Linux)."""
-        return {name: memory_kb(self.stack.process(name).pid) / 1024 for name in _PROCESSES}
+        return {name: self.stack.process(name).memory_kb() / 1024 for name in _PROCESSES}
 
     async def _check_fleet(self) -> None:
         fleet = (await self._get("router", "/fleet"))["replicas"]

@@ -7,8 +7,8 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
 from itertools import chain, cycle, islice
@@ -22,6 +22,7 @@ Check = Callable[[], Awaitable[bool]]  # returns True once a process is ready to
 _READY_S = 60.0  # long enough for a busy machine
 _LOG_LINES = 20
 _CHECK_INTERVAL_S = 0.02
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _HOST = "127.0.0.1"
@@ -97,6 +98,18 @@ class Process:
         """Exit status, negative for a signal; None while the process runs."""
         return self._process.returncode
 
+    def cpu_s(self) -> float:
+        """Return the CPU seconds that the process has used so far (Linux)."""
+        stat = Path(f"/proc/{self.pid}/stat").read_text()
+        user, system = stat.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) * _TICK_S
+
+    def memory_kb(self) -> float:
+        """Return the resident memory of the process in kB (Linux)."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        (line,) = (line for line in status.splitlines() if line.startswith("VmRSS:"))
+        return float(line.split()[1])
+
     async def wait_ready(self, ready: Check, timeout_s: float = _READY_S) -> None:
         """Return once ``ready`` returns True.
 
@@ -147,29 +160,6 @@ class Process:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
-
-
-@asynccontextmanager
-async def together(
-    starting: Mapping[str, Awaitable[Process]],
-) -> AsyncIterator[dict[str, Process]]:
-    """Start processes concurrently, and yield them by name once all are ready. Stop them at the
-    end of the block, or if one fails to start."""
-    async with AsyncExitStack() as running:
-
-        async def start(process: Awaitable[Process]) -> Process:
-            started = await process
-            running.push_async_callback(started.stop)
-            return started
-
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                started = {
-                    name: tasks.create_task(start(process)) for name, process in starting.items()
-                }
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None  # the first reason is enough
-        yield {name: task.result() for name, task in started.items()}
 
 
 def _die_with(parent: int) -> None:

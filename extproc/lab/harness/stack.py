@@ -50,18 +50,6 @@ FLEET = (
 )
 
 
-def attached_replicas(
-    servers: Mapping[str, str], profiles: Mapping[str, str]
-) -> list[SimulatedReplica]:
-    """Return replicas of a stack for servers that run already.
-
-    ``servers`` maps names to ``ip:port``; ``profiles`` maps names to hardware profiles.
-    """
-    return [
-        SimulatedReplica(name, profiles[name], address=address) for name, address in servers.items()
-    ]
-
-
 # Default ports of the programs.
 USUAL_PORTS: Mapping[str, int] = MappingProxyType(
     {"envoy": 8080, "envoy-admin": 9901, "router": 50051, "router-admin": 9090}
@@ -104,7 +92,7 @@ class Stack:
         self.pollers = _names("poller", pollers)
         self._addresses = {replica.name: replica.address for replica in replicas}
         admins = [f"{name}-admin" for name in ("envoy", *self.routers, *self.pollers)]
-        names = ["redis", *self.routers, *admins, *self.process_names]
+        names = ["redis", "envoy", *self.routers, *admins, *self.process_names]
         self.ports = pick_ports({**dict.fromkeys(names, 0), **usual_ports})
         self.config_file = directory / "extproc.yaml"
         self.access_log = directory / "access.log"

@@ -42,7 +42,7 @@ class Answer:
     request_id: str
     ttft_s: float | None = None  # from sending to the first token of a stream
     completion_s: float = 0.0  # from sending to the end or failure; 0 until then
-    problem: str = ""  # kind of failure; empty if the answer is complete
+    problem: str = ""  # kind of failure, such as `error event`; empty if the answer is complete
     error: str = ""  # beginning of an error response, or the exception
     sent_at: float = 0.0  # by the client's clock
     late_s: float = 0.0  # from the due time to sending
@@ -111,8 +111,19 @@ class Client:
         chunks: list[bytes] = []
         times: list[float] = []
         broken: Exception | None = None
+        url = self._url + request.path
+        headers = {
+            **request.headers,
+            "content-type": "application/json",
+            "x-request-id": request.request_id,
+        }
         try:
-            await self._exchange(request, answer, chunks, times)
+            async with self._session.post(url, data=request.body, headers=headers) as response:
+                answer.status = response.status
+                answer.replica = response.headers.get(SERVED_BY_HEADER)
+                async for chunk in response.content.iter_any():
+                    chunks.append(chunk)
+                    times.append(self._clock())
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             broken = error
         answer.completion_s = self._clock() - began
@@ -124,22 +135,6 @@ class Client:
         self.in_flight -= 1
         self.failed += not answer.ok
         return answer
-
-    async def _exchange(
-        self, request: TimedRequest, answer: Answer, chunks: list[bytes], times: list[float]
-    ) -> None:
-        headers = {
-            **request.headers,
-            "content-type": "application/json",
-            "x-request-id": request.request_id,
-        }
-        url = self._url + request.path
-        async with self._session.post(url, data=request.body, headers=headers) as response:
-            answer.status = response.status
-            answer.replica = response.headers.get(SERVED_BY_HEADER)
-            async for chunk in response.content.iter_any():
-                chunks.append(chunk)
-                times.append(self._clock())
 
 
 async def send_all(
@@ -168,11 +163,7 @@ def _judge(answer: Answer, stream: bool, chunks: Sequence[bytes], times: Sequenc
         answer.problem = f"status {answer.status}"
         answer.error = b"".join(chunks)[:_ERROR_BYTES].decode(errors="replace")
     elif stream:
-        streamed = read_stream(chunks, times)
-        answer.problem, answer.usage = streamed.problem, streamed.usage
-        answer.gaps_s.extend(streamed.gaps_s)
-        if streamed.first_at is not None:
-            answer.ttft_s = streamed.first_at - answer.sent_at
+        read_stream(answer, chunks, times)
     else:
         try:
             whole = json.loads(b"".join(chunks))
@@ -193,33 +184,28 @@ def _kind(error: Exception, status: int | None, stream: bool) -> str:
     return "broken stream" if stream else "broken answer"
 
 
-@dataclass(frozen=True, slots=True)
-class Streamed:
-    """Times, token usage and problem of a streamed answer."""
+def read_stream(answer: Answer, chunks: Sequence[bytes], times: Sequence[float]) -> None:
+    """Record first token, gaps, usage and problem of a stream whose chunks arrived at ``times``.
 
-    first_at: float | None = None  # time of the first token; None: no token
-    gaps_s: Sequence[float] = ()  # seconds from each chunk with tokens to the next
-    usage: dict[str, Any] = field(default_factory=dict)
-    problem: str = ""  # `error event`, `broken stream`, `not a completion`; empty: complete
-
-
-def read_stream(chunks: Sequence[bytes], times: Sequence[float]) -> Streamed:
-    """Parse the chunks of a stream, which arrived at ``times``. All chunks between the first and
-    the last token are assumed to contain tokens."""
+    All chunks between the first and the last token are assumed to contain tokens.
+    """
     lines = b"".join(chunks).splitlines(keepends=True)
     try:
         usage, problem = _usage(lines), _problem(lines)
         first, last = (_token_in(lines, at) for at in (range(len(lines)), range(len(lines))[::-1]))
     except (AttributeError, TypeError):  # the events are not in OpenAI's form
-        return Streamed(problem="not a completion")
+        answer.problem = "not a completion"
+        return
+    answer.usage, answer.problem = usage, problem
     if first is None or last is None:
-        return Streamed(None, (), usage, problem or ("" if usage else "not a completion"))
+        answer.problem = problem or ("" if usage else "not a completion")
+        return
     starts, arrived = [0, *accumulate(map(len, lines))], list(accumulate(map(len, chunks)))
     begin, end = (
         bisect_left(arrived, starts[line] + len(lines[line].rstrip())) for line in (first, last)
     )
-    gaps = [later - earlier for earlier, later in pairwise(times[begin : end + 1])]
-    return Streamed(times[begin], gaps, usage, problem)
+    answer.ttft_s = times[begin] - answer.sent_at
+    answer.gaps_s.extend(later - earlier for earlier, later in pairwise(times[begin : end + 1]))
 
 
 def _token_in(lines: Sequence[bytes], order: Iterable[int]) -> int | None:

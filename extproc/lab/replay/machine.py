@@ -50,16 +50,13 @@ class Machine:
         return self.up and not self.hung
 
     @property
-    def step_model(self) -> StepModel:
-        return self.profile.step.slowed(self._slow)
-
-    @property
     def step_ends_at(self) -> float | None:
         step = self.engine.step
         return None if step is None else step.ends_at + self._behind
 
     def slow(self, factor: float) -> None:
-        self._slow = self.engine.slow = factor
+        self._slow = factor
+        self.engine.slow_down(factor)
 
     def runs_at(self, step: StepModel) -> None:
         self.profile = self.engine.profile = replace(self.profile, step=step)
@@ -68,7 +65,7 @@ class Machine:
     def goes_down(self) -> None:
         """End the process; all its requests are lost."""
         self.engine = self._make(self.profile)
-        self.engine.slow = self._slow
+        self.engine.slow_down(self._slow)
         self.output_lengths = Histogram(TOKENS)  # as on the metrics page, like the next two
         self.prefill_s = self.decode_s = 0.0
         self._behind = 0.0
@@ -159,7 +156,7 @@ class MachinePoller:
         before = None if figures.steps < self._state.steps else self._state
         if self._believed and (before is None or self._estimator is None):
             self._estimator = Estimator(self._believed.expected_step(figures.kv_tokens))
-        learned, measured = self.base.learned or self._machine.step_model, True
+        learned, measured = self.base.learned or self._machine.engine.step_model, True
         if self._estimator is not None:
             self._estimator.poll(figures.counts(now), self._prior.prior)
             self._prior.report(self._machine.name, self._estimator.evidence)

@@ -10,8 +10,9 @@ from random import Random
 import numpy as np
 from msgspec import structs
 
+from extproc.lab.replay import Traced
 from extproc.lab.replay.machine import Machine, MachinePoller
-from extproc.lab.replay.routers import Arrival, RouterNode, Routers, Traced, VirtualClock
+from extproc.lab.replay.routers import Arrival, RouterNode, Routers, VirtualClock
 from extproc.lab.replay.scene import ReplayReplica, ReplayRequest, ReplicaPhase, Scene
 from extproc.lab.replay.simulation import Simulation
 from extproc.lab.simulator.engine import Engine
@@ -44,12 +45,13 @@ def play(
     simulation = _Replay(scene, seed, forced)
     ttft, completion = (np.full(len(scene.requests), np.nan) for _ in range(2))
     jitter = Random(f"{seed} jitter")
-    delayed = []
-    for request in scene.requests:
-        if forced and not request.replica:
-            continue
-        delay_s = request.queued_s if forced else _JITTER_S * jitter.random()
-        delayed.append(replace(request, at=request.at + delay_s))
+    if forced:
+        dispatched = (request for request in scene.requests if request.replica)
+        delayed = [replace(each, at=each.at + each.queued_s) for each in dispatched]
+    else:
+        delayed = [
+            replace(each, at=each.at + _JITTER_S * jitter.random()) for each in scene.requests
+        ]
     requests = sorted(delayed, key=attrgetter("at"))
     replicas = [""] * len(scene.requests)
     for done, served in enumerate(simulation.run(requests)):

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from math import inf
 from random import Random
-from typing import Protocol
 
 from extproc.config import Config
 from extproc.fleet.announcements import SentPrompt
 from extproc.fleet.digest import EVERY_S, Digest
 from extproc.fleet.ledger import Ticket
 from extproc.fleet.members import ModelNames
+from extproc.lab.replay import Traced
 from extproc.lab.simulator.steps import Sequence as EngineSequence
 from extproc.proxy.services import CHUNKS_SAVED_S, RESERVED_FOR_ADAPTERS, Budget, routing
 from extproc.replica_state import ReplicaState
@@ -31,22 +31,6 @@ class VirtualClock:
 
     def __call__(self) -> float:
         return self.time
-
-
-class Traced(Protocol):
-    """Request of a trace or a record."""
-
-    @property
-    def at(self) -> float:
-        """Arrival in seconds since the start of the trace."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Prompt tokens as an engine counts them."""
-
-    @property
-    def output_tokens(self) -> int:
-        """Tokens that each sequence will generate; policies must not see them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +226,6 @@ class Routers:
 
     def notify(self, served: Served, event: RouterEvent) -> None:
         event(self._owner[served.number], served)
-
-    def ended(self, served: Served) -> None:
-        self.notify(served, RouterNode.ended)
 
     def publish(self, state: ReplicaState) -> None:
         """Give every router a polled state."""

@@ -12,6 +12,7 @@ import numpy as np
 from msgspec import structs
 
 from extproc.config import Config
+from extproc.lab.replay import Traced
 from extproc.lab.replay.recorded import Recorded
 from extproc.observe.record import OF_PROFILE, ReplicaLine, RequestLine, keys_of
 from extproc.predict.step import HardwareProfile, StepModel, profile_or_default
@@ -25,13 +26,10 @@ _JOINED_S = 5.0  # a replica whose first line comes later joined after the recor
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayRequest:
+class ReplayRequest(Traced):
     """Request of a record, to be replayed."""
 
     index: int  # position among all requests of the record
-    at: float  # seconds from the start of the record
-    prompt_tokens: int
-    output_tokens: int  # of each sequence
     profile: RequestProfile
     keys: Keys  # of the prompt and, if a later prompt shows them, of the answer
     unit: float  # tokens per key, equal for all requests for a model

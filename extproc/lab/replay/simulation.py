@@ -7,6 +7,7 @@ from itertools import count
 from math import inf
 from operator import itemgetter
 
+from extproc.lab.replay import Traced
 from extproc.lab.replay.machine import Machine, MachinePoller
 from extproc.lab.replay.routers import (
     Arrival,
@@ -14,7 +15,6 @@ from extproc.lab.replay.routers import (
     RouterNode,
     Routers,
     Served,
-    Traced,
     VirtualClock,
 )
 from extproc.lab.simulator.steps import StepOutcome
@@ -51,7 +51,7 @@ class Simulation(ABC):
         self._poll_at = 0.0
         self._queueing = queueing
         self._events = sorted(events, key=itemgetter(0))[::-1]
-        self._arrived = 0
+        self._numbers = count(1)  # of requests
         self._open: dict[int, Served] = {}  # dispatched requests, by number
         self._requests: dict[int, Served] = {}  # by sequence id
         self._ids = count(1)  # of sequences
@@ -93,8 +93,7 @@ class Simulation(ABC):
                 )
 
     def _arrive(self, traced: Traced) -> None:
-        self._arrived += 1
-        arrival = self._arrival(self._arrived, traced)
+        arrival = self._arrival(next(self._numbers), traced)
         decision = self._routers.decide(arrival)
         if decision and self._queueing and not self._routers.owner(arrival).queue.admit(decision):
             self._enqueue(arrival, decision)
@@ -134,7 +133,7 @@ class Simulation(ABC):
         if not machine.up:
             self._retry(served)
             return
-        served.frontend = machine.step_model.frontend
+        served.frontend = machine.engine.step_model.frontend
         try:
             for sequence in served.sequences:
                 sequence.id = next(self._ids)
@@ -160,7 +159,7 @@ class Simulation(ABC):
 
     def _fail(self, served: Served) -> None:
         self._answer(served, ok=False)
-        self._routers.ended(served)
+        self._routers.notify(served, RouterNode.ended)
         del self._open[served.number]
         self.failed.append(Failed(served.traced, served.replica, self.clock()))
 
@@ -223,7 +222,7 @@ class Simulation(ABC):
                 del self._open[served.number]
                 served.finished = self.clock()
                 self._answer(served, ok=True)
-                self._routers.ended(served)
+                self._routers.notify(served, RouterNode.ended)
                 yield served
                 self._routers.notify(served, RouterNode.queue_freed)
 

@@ -98,7 +98,7 @@ class ChoicesReply(Reply):
     def whole(self, generation: Generation) -> dict[str, Any]:
         choices = [
             {"index": index, **self._text(answer.text), "logprobs": None}
-            | {"finish_reason": answer.reason, "stop_reason": None}
+            | {"finish_reason": answer.sequence.reason, "stop_reason": None}
             for index, answer in enumerate(generation.answers)
         ]
         usage = self._usage(generation.usage())
@@ -176,7 +176,7 @@ class MessagesReply(Reply):
         [answer] = generation.answers
         content = [{"type": "text", "text": answer.text}]
         usage = self._usage(generation.usage())
-        return self._message(content, STOP_REASONS.get(answer.reason), usage)
+        return self._message(content, STOP_REASONS.get(answer.sequence.reason), usage)
 
     def _message(
         self, content: list[dict[str, Any]], stop_reason: str | None, usage: dict[str, int]
@@ -230,7 +230,7 @@ class ResponsesReply(Reply):
 
     def whole(self, generation: Generation) -> dict[str, Any]:
         [answer], usage = generation.answers, generation.usage()
-        cut = answer.reason == FinishReason.LENGTH
+        cut = answer.sequence.reason == FinishReason.LENGTH
         return self.response("incomplete" if cut else "completed") | {
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": [self._message("completed", [_part(answer.text)])],

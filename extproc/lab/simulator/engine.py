@@ -5,7 +5,6 @@ from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
-from operator import attrgetter
 
 from extproc.lab.simulator.blocks import BlockPool
 from extproc.lab.simulator.features import COLD, LoadedAdapters, Speculation
@@ -19,9 +18,7 @@ from extproc.lab.simulator.steps import (
     Step,
     StepOutcome,
 )
-from extproc.predict.step import HardwareProfile, StepModel
-
-_rank = attrgetter("rank")
+from extproc.predict.step import HardwareProfile
 
 
 class Engine:
@@ -99,8 +96,7 @@ class Engine:
         self._prefix_queries = self._prefix_hits = 0  # copied to the counters after a step
         self.freezing_gauges = False  # as vLLM up to 0.10.1: steps without a token set no gauges
         self.sleep_level: int | None = None  # None: awake
-        self._model: StepModel = profile.step
-        self._slow = 1.0
+        self.step_model = profile.step  # as :meth:`slow_down` left it
         self._cold_steps = cold_steps
         self._now = 0.0
         self._decode_steps: DecodeSteps | None = None
@@ -111,17 +107,6 @@ class Engine:
         self._kv = 0  # tokens of the decoding sequences in the KV cache
         self._needing = [0] * block_size  # sequences that need a block, by step % block_size
         self._ends: list[tuple[int, int, Sequence]] = []  # heap by last step; some are outdated
-
-    @property
-    def slow(self) -> float:
-        """Factor by which steps take longer than in the profile; may be set at any time."""
-        return self._slow
-
-    @slow.setter
-    def slow(self, factor: float) -> None:
-        self._slow = factor
-        self._model = self.profile.step.slowed(factor)
-        self._decode_steps = None
 
     @property
     def running(self) -> int:
@@ -161,10 +146,8 @@ class Engine:
         """Queue a sequence for the next step. The caller must first advance the engine to ``now``.
 
         Raises:
-            ValueError: the sequence has no prompt, or never fits into the KV cache.
+            ValueError: the sequence never fits into the KV cache.
         """
-        if sequence.prompt_tokens < 1 or sequence.output_tokens < 0:
-            raise ValueError(f"sequence {sequence.id} needs a prompt of at least one token")
         tokens = sequence.prompt_tokens + max(sequence.output_tokens - 1, 0)
         if tokens > self.capacity:
             raise ValueError(
@@ -185,10 +168,8 @@ class Engine:
         """End an unfinished sequence; it gets no token from the step in progress."""
         if sequence.id in self._decoding or sequence.id in self._prefilling:
             self._stop(sequence)
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
         else:
-            return
+            self._waiting.remove(sequence)
         sequence.reason = FinishReason.ABORT
         sequence.finished = now
         if self.step is None and not self.freezing_gauges:
@@ -202,6 +183,11 @@ class Engine:
             self.pool.clear()
             if self.events:
                 self.events.cleared()
+
+    def slow_down(self, factor: float) -> None:
+        """Let steps take ``factor`` times as long as in the profile, from the next step on."""
+        self.step_model = self.profile.step.slowed(factor)
+        self._decode_steps = None
 
     def schedule(self, now: float) -> Step | None:
         """Begin a step at ``now``; return None if no sequence can run. Call :meth:`complete` before
@@ -386,7 +372,7 @@ class Engine:
         # Each token of a chunk attends to the computed tokens and, on average, half the chunk.
         attention = sum(chunk * (sequence.computed + chunk / 2) for sequence, chunk in chunks)
         attention += self._drafted * self._kv
-        time = self._model.step_time(prefill, self.running, self._kv + context, attention)
+        time = self.step_model.step_time(prefill, self.running, self._kv + context, attention)
         return time * COLD if self._cold else time
 
     def _decode(self, until: float, single: bool) -> Step:
@@ -397,7 +383,7 @@ class Engine:
         if planned is None or warmed_up or planned.end(self.steps - 1) != self._now:
             batch = len(self._decoding)
             time = self._step_time([])
-            planned = DecodeSteps(self._now, self.steps, time, self._model.c_kv * batch)
+            planned = DecodeSteps(self._now, self.steps, time, self.step_model.c_kv * batch)
             self._decode_steps = planned
         last = self.steps
         if not single and planned.end(last) < until:
@@ -464,7 +450,6 @@ class Engine:
     def _finish_decoded(self, now: float) -> Iterator[Sequence]:
         while self._decoding and self._last_end() <= self.steps:
             _, _, sequence = heapq.heappop(self._ends)
-            self._stop(sequence)
             self._finish(sequence, now)
             yield sequence
 
@@ -473,7 +458,6 @@ class Engine:
             sequence.first_token = now
         sequence.generated += sequence.output_tokens > 0
         if sequence.generated == sequence.output_tokens:
-            self._stop(sequence)
             self._finish(sequence, now)
         else:
             self._start_decoding(sequence)
@@ -524,15 +508,19 @@ class Engine:
         counters.iteration_tokens.observe(tokens + prompt_tokens - cached, outcome.steps)
 
     def _show(self, waiting: int) -> None:
-        self.gauges = Gauges(self.running, waiting, self.kv_usage)
-        if self.adapters:
-            used = _adapters_of(self._decoding.values())
-            deferred = min(self._deferred, waiting)
-            self.gauges = self.gauges._replace(deferred=deferred, adapters=used)
+        used = _adapters_of(self._decoding.values()) if self.adapters else ()
+        deferred = min(self._deferred, waiting)
+        self.gauges = Gauges(self.running, waiting, self.kv_usage, deferred, used)
 
     def _finish(self, sequence: Sequence, now: float) -> None:
+        self._stop(sequence)
         sequence.finished = now
         self.counters.finished[sequence.reason] += 1
+
+
+def _rank(sequence: Sequence) -> tuple[int, float, int]:
+    """Sort key if the engine schedules by priority; the lowest rank is admitted first."""
+    return sequence.priority, sequence.arrived or 0.0, sequence.id
 
 
 def _adapters_of(sequences: Iterable[Sequence]) -> list[str]:

@@ -15,7 +15,6 @@ class LoadedAdapters:
 
     def __init__(self, slots: int, load_s: float) -> None:
         self.slots = slots
-        self.loads = 0
         self._load_s = load_s
         self._loaded: OrderedDict[str, None] = OrderedDict()
 
@@ -25,14 +24,14 @@ class LoadedAdapters:
 
     def use(self, adapters: Iterable[str]) -> float:
         """Use adapters in a step; return the seconds that loading the missing adapters takes."""
-        loads = self.loads
+        loads = 0
         for adapter in adapters:
-            self.loads += adapter not in self._loaded
+            loads += adapter not in self._loaded
             self._loaded[adapter] = None
             self._loaded.move_to_end(adapter)
         while len(self._loaded) > self.slots:
             self._loaded.popitem(last=False)
-        return (self.loads - loads) * self._load_s
+        return loads * self._load_s
 
 
 COLD = 2.0
@@ -51,12 +50,6 @@ class Speculation:
     """
 
     def __init__(self, tokens: int, acceptance: float, random: Random) -> None:
-        """Raises ValueError if ``tokens`` is below 1, or ``acceptance`` is not in 0…1."""
-        if tokens < 1 or not 0 <= acceptance <= 1:
-            raise ValueError(
-                f"speculative decoding needs at least 1 draft token (got {tokens}) and an "
-                f"acceptance of 0 to 1 (got {acceptance})"
-            )
         self.tokens = tokens
         self._acceptance = acceptance
         self._random = random

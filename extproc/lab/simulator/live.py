@@ -2,7 +2,7 @@
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from itertools import count
 from math import ceil
@@ -69,10 +69,6 @@ class GeneratedAnswer:
     def text(self) -> str:
         return tokens.generated_text(self.start, self.sequence.generated)
 
-    @property
-    def reason(self) -> FinishReason:
-        return self.sequence.reason
-
 
 class Token(NamedTuple):
     """Tokens that an answer got from one step."""
@@ -129,7 +125,7 @@ class Generation:
         """Add ``count`` tokens to answer ``index``; a stream sends them together."""
         if self._streamed:
             answer = self.answers[index]
-            reason = answer.reason if answer.sequence.finished is not None else None
+            reason = answer.sequence.reason if answer.sequence.finished is not None else None
             text = tokens.generated_text(answer.start + self._generated[index], count)
             self._tokens.append(Token(index, text, reason))
             self._changed.set()
@@ -172,10 +168,11 @@ class LiveEngine:
 
     def sleep(self, level: int) -> None:
         """Abort all requests, and begin no step until :meth:`wake`."""
-        for answer, generation, index in [*self._unfinished()]:
-            self.engine.abort(answer.sequence, self._now())
+        for generation, index in [*self._owners.values()]:
+            sequence = generation.answers[index].sequence
+            self.engine.abort(sequence, self._now())
             generation.add_tokens(index, 0)
-            self._end(answer.sequence)
+            self._end(sequence)
         self.engine.sleep(level)
 
     def wake(self) -> None:
@@ -189,8 +186,8 @@ class LiveEngine:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens of all sequences without a first token."""
-        sequences = (answer.sequence for answer, _, _ in self._unfinished())
-        return sum(sequence.prompt_tokens for sequence in sequences if sequence.first_token is None)
+        unanswered = (each for each in self.engine.queued if each.first_token is None)
+        return sum(sequence.prompt_tokens for sequence in unanswered)
 
     async def run(self) -> NoReturn:
         """Run steps until cancelled. Each step begins when the step before was due to end, so that
@@ -212,10 +209,6 @@ class LiveEngine:
     def _now(self) -> float:
         return (self._clock() - self._started) * self.speed
 
-    def _unfinished(self) -> Iterator[tuple[GeneratedAnswer, Generation, int]]:
-        for generation, index in self._owners.values():
-            yield generation.answers[index], generation, index
-
     def _deliver(self, outcome: StepOutcome, duration: float) -> None:
         self._metrics.observe("inter_token_latency_seconds", duration, len(outcome.decoded))
         for sequence in (*outcome.decoded, *outcome.prefilled):
@@ -234,5 +227,6 @@ class LiveEngine:
         generation.end()
         if generation.complete:
             for longest in generation.longest():
-                self._metrics.request_finished(longest, generation.choices)
+                self._metrics.observe("request_max_num_generation_tokens", longest)
+                self._metrics.observe("request_params_n", generation.choices)
         return generation.answers[index]

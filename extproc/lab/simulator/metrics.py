@@ -96,11 +96,6 @@ class Metrics:
         for name, value in values.items():
             self.observe(name, value)
 
-    def request_finished(self, generated: int, choices: int) -> None:
-        """Count a prompt in two histograms: tokens of its longest answer, and number of answers."""
-        self.observe("request_max_num_generation_tokens", generated)
-        self.observe("request_params_n", choices)
-
     def page(self) -> str:
         return "".join(f"{line}\n" for line in self._lines())
 

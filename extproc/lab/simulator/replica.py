@@ -76,9 +76,11 @@ class Replica:
         """
         drafts, random = settings.draft_tokens, Random(settings.seed)
         speculation = Speculation(drafts, settings.acceptance, random) if drafts else None
-        adapters = None
-        if settings.adapters:
-            adapters = LoadedAdapters(settings.max_loras, settings.adapter_load_s)
+        adapters = (
+            LoadedAdapters(settings.max_loras, settings.adapter_load_s)
+            if settings.adapters
+            else None
+        )
         self.settings = settings
         self.engine = Engine(
             hardware_profile(settings.profile),

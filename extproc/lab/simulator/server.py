@@ -203,7 +203,8 @@ class ReplicaServer:
         given = (await _parse(request, Faults)).model_dump(exclude_unset=True)
         self._faults = faults = self._faults.model_copy(update=given)
         engine, working = self.replica.engine, self.replica.live.working
-        engine.slow, engine.freezing_gauges = faults.slow, faults.freezing_gauges
+        engine.slow_down(faults.slow)
+        engine.freezing_gauges = faults.freezing_gauges
         (working.clear if faults.hang else working.set)()
         logger.info("simulated faults changed", extra=faults.model_dump())
         return web.json_response(faults.model_dump())
@@ -221,9 +222,15 @@ class ReplicaServer:
 
     def _models(self, request: web.Request) -> dict[str, Any]:
         settings = self.replica.settings
-        base: dict[str, Any] = {"id": settings.model, "object": "model"}
-        base |= {"created": int(time.time()), "owned_by": "vllm", "root": settings.model}
-        base |= {"parent": None, "max_model_len": self.replica.max_model_len}
+        base = {
+            "id": settings.model,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "vllm",
+            "root": settings.model,
+            "parent": None,
+            "max_model_len": self.replica.max_model_len,
+        }
         # vLLM reports no context length for adapters.
         adapter = {"parent": settings.model, "max_model_len": None}
         adapters = [base | adapter | {"id": name, "root": name} for name in settings.adapters]

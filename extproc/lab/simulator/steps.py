@@ -68,11 +68,6 @@ class Sequence:
     last_step: int = 0  # step that generates the last token
 
     @property
-    def rank(self) -> tuple[int, float, int]:
-        """Sort key if the engine schedules by priority; the lowest rank is admitted first."""
-        return self.priority, self.arrived or 0.0, self.id
-
-    @property
     def context(self) -> int:
         """Tokens to compute before the next token: the prompt and the generated tokens."""
         return self.prompt_tokens + self.generated

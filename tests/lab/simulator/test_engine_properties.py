@@ -35,7 +35,10 @@ class Event:
     abort: bool
 
     def apply(self, engine: Engine) -> None:
-        (engine.abort if self.abort else engine.add)(self.sequence, self.at)
+        if not self.abort:
+            engine.add(self.sequence, self.at)
+        elif self.sequence.finished is None:
+            engine.abort(self.sequence, self.at)
 
 
 arrivals = st.lists(

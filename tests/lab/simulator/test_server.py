@@ -55,7 +55,7 @@ async def test_next_turn_of_a_conversation_hits_the_cache(client: ClientSession)
 async def test_responses_stream_opens_before_the_first_token(
     client: ClientSession, replica: Replica
 ) -> None:
-    replica.engine.slow = 1000
+    replica.engine.slow_down(1000)
     body = {"input": "hello", "stream": True}
     async with asyncio.timeout(PATIENCE_S), client.post("/v1/responses", json=body) as response:
         opening = b""
@@ -71,7 +71,7 @@ async def test_disconnected_client_frees_its_blocks(
     client: ClientSession, replica: Replica, stream: bool
 ) -> None:
     body = chat(stream=stream, ignore_eos=True, max_tokens=4000)
-    replica.engine.slow = 20.0
+    replica.engine.slow_down(20.0)
     request = asyncio.ensure_future(client.post(CHAT, json=body))
     await until(lambda: replica.engine.running)
     if stream:
@@ -136,7 +136,7 @@ async def test_slow_fault_sets_the_factor_of_the_engine(
         "metrics_seconds": [0, 0],
     }
     assert await reply(client, "/simulate", {"slow": 3}) == {"slow": 3} | faults
-    assert replica.engine.slow == 3
+    assert replica.engine.step_model == replica.engine.profile.step.slowed(3)
 
 
 async def test_metrics_fault_delays_only_the_metrics_page(
