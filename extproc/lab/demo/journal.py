@@ -9,6 +9,7 @@ from extproc.lab.harness.pages import get_json
 from extproc.lab.harness.stack import Stack
 from extproc.observe.decision import DecisionRecord, read_decisions
 
+_MOST_ENTRIES = 100_000
 _LONGEST_SETTLE_S = 5.0
 
 
@@ -61,9 +62,7 @@ class Journal:
         if page is None:
             self._last_decision = 0  # router down: once restarted, it counts from 1 again
         ended, self._ended = self._ended, []
-        for access in ended:
-            self._entry(access.request_id).access = access
-        return [self.entries[access.request_id] for access in ended]
+        return [self._end(access) for access in ended]
 
     async def settle(self, request_ids: set[str]) -> None:
         """Refresh until Envoy has logged the end of all these requests, but at most for 5 s."""
@@ -75,5 +74,15 @@ class Journal:
                 return
             await asyncio.sleep(0.05)
 
+    def _end(self, access: Access) -> Entry:
+        entry = self._entry(access.request_id)
+        entry.access = access
+        return entry
+
     def _entry(self, request_id: str) -> Entry:
-        return self.entries.setdefault(request_id, Entry(request_id))
+        entry = self.entries.get(request_id)
+        if entry is None:
+            entry = self.entries[request_id] = Entry(request_id)
+            if len(self.entries) > _MOST_ENTRIES:
+                del self.entries[next(iter(self.entries))]
+        return entry
