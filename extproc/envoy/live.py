@@ -161,8 +161,7 @@ async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
         finding = partial(Finding, "redis", where=f"redis {address(redis)}")
         try:
             began = monotonic()
-            async with in_time():
-                await redis.ping()
+            await in_time(redis.ping())
             took_s = monotonic() - began
             await _use_rights(redis, Keys(config.pool))
             pollers, _ = await known_pollers(redis, config.pool, Skips())
@@ -192,13 +191,12 @@ async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
 
 async def _use_rights(redis: Redis, keys: Keys) -> None:
     """Use each right that routers and pollers need in Redis, without changing anything."""
-    async with in_time():
-        await redis.eval(_DELETE, 1, keys.slot)  # this key never exists
-        await redis.set(keys.slot, "", xx=True)  # a full Redis refuses this, too
-        await redis.publish(keys.changes, sealed_list())
-    async with redis.pubsub() as pubsub, in_time():
-        await pubsub.subscribe(keys.changes)
-        await pubsub.get_message(timeout=None)
+    await in_time(redis.eval(_DELETE, 1, keys.slot))  # this key never exists
+    await in_time(redis.set(keys.slot, "", xx=True))  # a full Redis refuses this, too
+    await in_time(redis.publish(keys.changes, sealed_list()))
+    async with redis.pubsub() as pubsub:
+        await in_time(pubsub.subscribe(keys.changes))
+        await in_time(pubsub.get_message(timeout=None))
 
 
 async def _check_replica(

@@ -15,7 +15,7 @@ from extproc.share.connection import Keys, in_time
 class DepartedModels:
     """Reads and writes the times when models were last served, in seconds since the epoch.
 
-    Both methods take at most ``connection.TIMEOUT_S`` and raise RedisError if Redis failed.
+    Both methods raise RedisError if Redis failed or gave no answer within ``connection.TIMEOUT_S``.
     """
 
     def __init__(self, redis: Redis, pool: str, most: int, life_s: float) -> None:
@@ -27,14 +27,13 @@ class DepartedModels:
         self._life_s = round(life_s)
 
     async def read(self) -> dict[str, float]:
-        async with in_time():
-            found: Any = await self._redis.zrange(self.key, 0, -1, withscores=True)
+        found: Any = await in_time(self._redis.zrange(self.key, 0, -1, withscores=True))
         return {str_if_bytes(model): at for model, at in found}
 
     async def write(self, departed: Mapping[str, float]) -> None:
         """Writes times; if Redis already has a later time of a model, the later time stays."""
-        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
+        async with self._redis.pipeline(transaction=False) as pipe:
             pipe.zadd(self.key, dict(departed), gt=True)
             pipe.zremrangebyrank(self.key, 0, -self._most - 1)
             pipe.expire(self.key, self._life_s)
-            await pipe.execute()
+            await in_time(pipe.execute())

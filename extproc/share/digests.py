@@ -47,13 +47,13 @@ class DigestWriter:
         A full Redis stores no digest, but still pushes.
         """
         data, key = DIGEST.seal(digest), self._keys.router + digest.router
-        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
+        async with self._redis.pipeline(transaction=False) as pipe:
             if digest.kind is fleet_digest.DigestKind.WHOLE:
                 pipe.set(key, data, px=_LIFE_MS)
             elif digest.kind is fleet_digest.DigestKind.FAREWELL:
                 pipe.delete(key)
             pipe.publish(self._keys.digests, data)
-            *stored, pushed = await pipe.execute(raise_on_error=False)
+            *stored, pushed = await in_time(pipe.execute(raise_on_error=False))
         if digest.kind is fleet_digest.DigestKind.WHOLE:
             self.refusal = "".join(str(each) for each in stored if isinstance(each, RedisError))
         if isinstance(pushed, RedisError):

@@ -85,8 +85,7 @@ class KnownLists:
 
     async def _read(self, names: list[str]) -> dict[str, Lists]:
         keys = [self._key + name for name in names]
-        async with in_time():
-            values = await self._redis.mget(keys)
+        values = await in_time(self._redis.mget(keys))
         found = {
             name: self._skips.open(key, value, LISTS)
             for name, key, value in zip(names, keys, values, strict=True)

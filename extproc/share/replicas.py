@@ -6,6 +6,7 @@ next arrives.
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 from msgspec import Struct
@@ -88,22 +89,21 @@ class StateWriter:
         # Lists live twice as long as states, so that readers find the lists of each state.
         options = (len(keys), self._ttl_ms, 2 * self._ttl_ms, self._keys.changes)
         keys += lists
-        async with in_time():
-            values = [sealed(state) for state in states]
-            if await self._redis.eval(_PUT, len(keys), *keys, *options, *values):
-                values = [PUT.seal(Put(state)) for state in states]
-                await self._redis.eval(_PUT, len(keys), *keys, *options, *values, *lists.values())
+        put = partial(self._redis.eval, _PUT, len(keys), *keys, *options)
+        if await in_time(put(*(sealed(state) for state in states))):
+            whole = [PUT.seal(Put(state)) for state in states]
+            await in_time(put(*whole, *lists.values()))
 
     async def remove(self, replicas: Sequence[str]) -> None:
         if not replicas:
             return
         keys = self._keys
         # In a transaction, a Redis that refuses to delete would also publish nothing.
-        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
+        async with self._redis.pipeline(transaction=False) as pipe:
             for replica in replicas:
                 pipe.delete(*(key + replica for key in (keys.replica, keys.blocks, keys.kv_stream)))
                 pipe.publish(keys.changes, sealed_list(REMOVED.seal(Removed(replica))))
-            await pipe.execute()
+            await in_time(pipe.execute())
 
 
 class StateReader(ChannelReader[Change]):

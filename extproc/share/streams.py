@@ -57,12 +57,12 @@ class StreamWriter(Generic[B]):
         Raises:
             RedisError: Redis did not accept all entries.
         """
-        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
+        async with self._redis.pipeline(transaction=False) as pipe:
             for body in bodies:
                 fields: Any = {_FIELD: self._kind.seal(body)}
                 pipe.xadd(self.key, fields, maxlen=self._most, approximate=True)
             pipe.expire(self.key, _LIFE_S)
-            await pipe.execute()
+            await in_time(pipe.execute())
 
 
 class StreamReader(Reader[B]):
@@ -98,15 +98,13 @@ class StreamReader(Reader[B]):
             await asyncio.sleep(0)  # lets requests run between pages
 
     async def _last(self) -> str:
-        async with in_time():
-            found: Any = await self._redis.xrevrange(self.key, count=1)
+        found: Any = await in_time(self._redis.xrevrange(self.key, count=1))
         return str_if_bytes(found[0][0]) if found else _NONE
 
     async def _entries(self) -> list[tuple[bytes | str, dict[bytes, bytes]]]:
         """Returns the next entries; waits up to half a second for the first entry."""
         key: Any = {self.key: self._after}
-        async with in_time():
-            found: Any = await self._redis.xread(key, count=_PAGE, block=_BLOCK_MS)
+        found: Any = await in_time(self._redis.xread(key, count=_PAGE, block=_BLOCK_MS))
         if isinstance(found, dict):  # RESP3: {key: [[entry, …]]}
             return [entry for entries in found.values() for entry in entries[0]]
         return [entry for _, entries in found for entry in entries]
