@@ -31,9 +31,9 @@ from extproc.share.digests import (
     DigestReceived,
     DigestWriter,
 )
-from extproc.share.envelope import Skips
+from extproc.share.envelope import B, Skips
 from extproc.share.reader import Reader
-from extproc.share.streams import OWNER, PROMPTS, B, Owner, Prompts, StreamReader, StreamWriter
+from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts, StreamReader, StreamWriter
 
 _OWNERS_AT_ONCE = 100
 _POLLERS_EVERY_S = 1.0

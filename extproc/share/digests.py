@@ -74,18 +74,15 @@ class DigestReader(ChannelReader[DigestEvent]):
     async def _found(self) -> AsyncIterator[DigestEvent]:
         keys = await keys_after(self._redis, self._keys.router)
         yield Connected()
-        async for page in stored_values(self._redis, keys):
-            for key, data, left_s in page:
-                if digest := self._skips.open(key, data, DIGEST):
-                    yield DigestReceived(digest, max(_LIFE_MS / 1000 - left_s, 0.0))
+        async for page in stored_values(self._redis, keys, self._skips, DIGEST):
+            for digest, left_s in page:
+                yield DigestReceived(digest, max(_LIFE_MS / 1000 - left_s, 0.0))
 
 
 async def living_routers(redis: Redis, pool: str) -> dict[str, str]:
     """Returns the admin address of each router of a pool, by router name; empty if not known."""
-    skips, found = Skips(), dict[str, str]()
+    found = dict[str, str]()
     keys = await keys_after(redis, Keys(pool).router)
-    async for page in stored_values(redis, keys):
-        for key, data, _ in page:
-            if digest := skips.open(key, data, DIGEST):
-                found[digest.router] = digest.admin
+    async for page in stored_values(redis, keys, Skips(), DIGEST):
+        found |= {digest.router: digest.admin for digest, _ in page}
     return found

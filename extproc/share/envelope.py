@@ -13,7 +13,7 @@ from msgspec import Raw, Struct, msgpack, structs
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T", bound=Struct)
+B = TypeVar("B", bound=Struct)  # type of a body
 
 
 class Envelope(Struct, array_like=True, frozen=True):
@@ -24,7 +24,7 @@ class Envelope(Struct, array_like=True, frozen=True):
     body: Raw  # MessagePack
 
 
-class EnvelopeKind(Generic[T]):
+class EnvelopeKind(Generic[B]):
     """Kind of envelope, identified by its tag.
 
     Args:
@@ -36,7 +36,7 @@ class EnvelopeKind(Generic[T]):
     def __init__(
         self,
         tag: str,
-        body: type[T],
+        body: type[B],
         pack: Callable[[Any], Any] | None = None,
         unpack: Callable[[type, Any], Any] | None = None,
     ) -> None:
@@ -45,7 +45,7 @@ class EnvelopeKind(Generic[T]):
         self._encode = msgpack.Encoder(enc_hook=pack).encode
         self.decode = msgpack.Decoder(body, dec_hook=unpack).decode
 
-    def seal(self, body: T) -> bytes:
+    def seal(self, body: B) -> bytes:
         return _ENCODER.encode(Envelope(self.tag, self.version, Raw(self._encode(body))))
 
 

@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from redis.utils import str_if_bytes
 
 from extproc.share.connection import TIMEOUT_S, Keys, in_time, reconnecting
-from extproc.share.envelope import Skips
+from extproc.share.envelope import B, EnvelopeKind, Skips
 
 _SCAN_PAGE = 1000
 _VALUES_PAGE = 64  # values that are read at once
@@ -37,9 +37,9 @@ async def keys_after(redis: Redis, beginning: str) -> list[str]:
 
 
 async def stored_values(
-    redis: Redis, keys: Sequence[str]
-) -> AsyncIterator[list[tuple[str, bytes, float]]]:
-    """Yields pages of (key, value, seconds until the key expires) for the keys that hold a string.
+    redis: Redis, keys: Sequence[str], skips: Skips, kind: EnvelopeKind[B]
+) -> AsyncIterator[list[tuple[B, float]]]:
+    """Yields pages of (body, seconds until the key expires) for the keys whose value can be read.
     Lets other tasks run after each page."""
     for first in range(0, len(keys), _VALUES_PAGE):
         page = keys[first : first + _VALUES_PAGE]
@@ -48,11 +48,12 @@ async def stored_values(
                 pipe.get(key)
                 pipe.pttl(key)
             found = await in_time(pipe.execute(raise_on_error=False))
-        yield [
-            (key, value, max(left_ms, 0) / 1000)
+        opened = [
+            (skips.open(key, value, kind), max(left_ms, 0) / 1000)
             for key, value, left_ms in zip(page, found[::2], found[1::2], strict=True)
             if isinstance(value, bytes) and isinstance(left_ms, int)
         ]
+        yield [(body, left_s) for body, left_s in opened if body is not None]
 
 
 class Reader(ABC, Generic[T]):

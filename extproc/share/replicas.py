@@ -132,12 +132,9 @@ class StateReader(ChannelReader[Change]):
             keys = [self._keys.replica + replica for replica in replicas]
         states: list[ReplicaState] = []
         ages: dict[str, float] = {}
-        async for page in stored_values(self._redis, keys):
-            opened = [self._skips.open(key, value, PUT) for key, value, _ in page]
-            for put, (*_, left_s) in zip(opened, page, strict=True):
-                if put:
-                    ages[put.state.id] = max(put.state.life_s - left_s, 0.0)
-            puts = await self._lists.complete([put for put in opened if put])
+        async for page in stored_values(self._redis, keys, self._skips, PUT):
+            ages |= {put.state.id: max(put.state.life_s - left_s, 0.0) for put, left_s in page}
+            puts = await self._lists.complete([put for put, _ in page])
             states += [put.state for put in puts]
         return Snapshot(tuple(states), ages)
 

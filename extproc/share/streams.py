@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
 from random import Random
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from msgspec import Struct
 from redis.asyncio import Redis
@@ -12,7 +12,7 @@ from redis.utils import str_if_bytes
 from extproc.fleet.announcements import SentPrompt
 from extproc.fleet.held_blocks import pack, unpack
 from extproc.share.connection import TIMEOUT_S, in_time
-from extproc.share.envelope import EnvelopeKind, Skips
+from extproc.share.envelope import B, EnvelopeKind, Skips
 from extproc.share.reader import Reader
 
 _PAGE = 100  # entries in a read, which block the event loop for some 5 ms
@@ -20,8 +20,6 @@ _BLOCK_MS = round(TIMEOUT_S * 500)  # longest time for which Redis waits for an 
 _LIFE_S = 86_400  # life of a stream, from the last entry on
 _NONE = "0-0"  # precedes the id of every entry
 _FIELD = ""  # an entry's only field
-
-B = TypeVar("B", bound=Struct)
 
 
 class Owner(Struct, array_like=True, frozen=True):
