@@ -1,7 +1,7 @@
 """Exchange with the other routers, through Redis: digests, prompts, stored responses, sessions."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import aclosing, suppress
 from functools import partial
 from random import Random
@@ -31,9 +31,9 @@ from extproc.share.digests import (
     DigestReceived,
     DigestWriter,
 )
-from extproc.share.envelope import B, Skips
+from extproc.share.envelope import Skips
 from extproc.share.reader import Reader
-from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts, StreamReader, StreamWriter
+from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts, StreamReader, append
 
 _OWNERS_AT_ONCE = 100
 _POLLERS_EVERY_S = 1.0
@@ -54,7 +54,7 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, delays: De
             _publish_admin(fleet, config.serve.admin),
             _send_digests(DigestWriter(redis, pool), fleet, metrics, delays),
             _receive(DigestReader(redis, pool, random, skips), partial(_take, fleet, metrics)),
-            _send_prompts(StreamWriter(redis, keys.prompts, PROMPTS, MAX_PROMPT_BATCHES), fleet),
+            _send_prompts(redis, keys.prompts, fleet),
             _receive_prompts(prompts, fleet),
             _receive_blocks(
                 BlockReader(redis, pool, fleet.blocks, random, monotonic, skips), fleet
@@ -67,7 +67,7 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, delays: De
             owned.append((fleet.sessions, keys.sessions))
         for owners, key in owned:
             reader = StreamReader(redis, key, OWNER, random, skips)
-            parts.append(_send_owners(StreamWriter(redis, key, OWNER, MAX_OWNERS), owners))
+            parts.append(_send_owners(redis, key, owners))
             parts.append(_receive(reader, partial(_keep_owner, owners)))
         for part in parts:
             tasks.create_task(part)
@@ -79,16 +79,6 @@ async def _receive(reader: Reader[T], take: Callable[[T], None]) -> None:
         async for change in changes:
             take(change)
             await asyncio.sleep(0)
-
-
-async def _send(writer: StreamWriter[B], entries: Sequence[B]) -> None:
-    """Sends entries; while Redis is away, tries again and again."""
-    backoff = reconnecting(Random())
-    while True:
-        try:
-            return await writer.send(entries)
-        except (RedisError, OSError):
-            await asyncio.sleep(backoff.next())
 
 
 async def _send_digests(
@@ -131,20 +121,22 @@ def _take(fleet: Fleet, metrics: RouterMetrics, event: DigestEvent) -> None:
             fleet.peers.connected()
 
 
-async def _send_owners(writer: StreamWriter[Owner], owners: OwnerMap) -> None:
+async def _send_owners(redis: Redis, key: str, owners: OwnerMap) -> None:
     while True:
         batch = await owners.take_announcements(_OWNERS_AT_ONCE)
-        await _send(writer, [Owner(thing, replica) for thing, replica in batch])
+        entries = [Owner(thing, replica) for thing, replica in batch]
+        await append(redis, key, OWNER, MAX_OWNERS, entries)
 
 
 def _keep_owner(owners: OwnerMap, owner: Owner) -> None:
     owners.remember(owner.thing, owner.replica)
 
 
-async def _send_prompts(writer: StreamWriter[Prompts], fleet: Fleet) -> None:
+async def _send_prompts(redis: Redis, key: str, fleet: Fleet) -> None:
     while True:
         if prompts := fleet.prompt_log.take():
-            await _send(writer, [Prompts(fleet.router, prompts)])
+            entries = [Prompts(fleet.router, prompts)]
+            await append(redis, key, PROMPTS, MAX_PROMPT_BATCHES, entries)
         urgent = bool(fleet.peers) or len(fleet.prompt_log) > 0
         await asyncio.sleep(EVERY_S if urgent else _ALONE_S)
 

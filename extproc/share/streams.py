@@ -3,15 +3,16 @@
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
 from random import Random
-from typing import Any, Generic
+from typing import Any
 
 from msgspec import Struct
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 from redis.utils import str_if_bytes
 
 from extproc.fleet.announcements import SentPrompt
 from extproc.fleet.held_blocks import pack, unpack
-from extproc.share.connection import TIMEOUT_S, in_time
+from extproc.share.connection import TIMEOUT_S, in_time, reconnecting
 from extproc.share.envelope import B, EnvelopeKind, Skips
 from extproc.share.reader import Reader
 
@@ -40,27 +41,23 @@ OWNER = EnvelopeKind("owner", Owner)
 PROMPTS = EnvelopeKind("sent_prompts", Prompts, pack, unpack)
 
 
-class StreamWriter(Generic[B]):
-    """Appends entries of one kind; Redis stores about the last ``most`` entries."""
-
-    def __init__(self, redis: Redis, key: str, kind: EnvelopeKind[B], most: int) -> None:
-        self._redis = redis
-        self.key = key
-        self._kind = kind
-        self._most = most
-
-    async def send(self, bodies: Iterable[B]) -> None:
-        """Appends entries in one round trip.
-
-        Raises:
-            RedisError: Redis did not accept all entries.
-        """
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for body in bodies:
-                fields: Any = {_FIELD: self._kind.seal(body)}
-                pipe.xadd(self.key, fields, maxlen=self._most, approximate=True)
-            pipe.expire(self.key, _LIFE_S)
-            await in_time(pipe.execute())
+async def append(
+    redis: Redis, key: str, kind: EnvelopeKind[B], most: int, bodies: Iterable[B]
+) -> None:
+    """Appends entries to a stream in one round trip; while Redis is away, tries again and again.
+    Redis stores about the last ``most`` entries."""
+    entries: list[Any] = [{_FIELD: kind.seal(body)} for body in bodies]
+    backoff = reconnecting(Random())
+    while True:
+        try:
+            async with redis.pipeline(transaction=False) as pipe:
+                for entry in entries:
+                    pipe.xadd(key, entry, maxlen=most, approximate=True)
+                pipe.expire(key, _LIFE_S)
+                await in_time(pipe.execute())
+            return
+        except (RedisError, OSError):
+            await asyncio.sleep(backoff.next())
 
 
 class StreamReader(Reader[B]):
