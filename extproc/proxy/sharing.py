@@ -14,7 +14,6 @@ from extproc.config import Config
 from extproc.fleet.announcements import MAX_OWNERS, MAX_PROMPT_BATCHES, OwnerMap
 from extproc.fleet.digest import EVERY_S
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.members import MODELS_REMEMBERED, REMEMBERED_S
 from extproc.ground.address import reachable
 from extproc.ground.clock import monotonic, wall
 from extproc.ground.runtime import in_turns
@@ -23,7 +22,7 @@ from extproc.observe.metrics import RouterMetrics
 from extproc.share.assignment import known_pollers
 from extproc.share.blocks import BlockReader
 from extproc.share.connection import Keys, connect, reconnecting
-from extproc.share.departed import DepartedModels
+from extproc.share.departed import read_departed, write_departed
 from extproc.share.digests import (
     Connected,
     DigestEvent,
@@ -60,7 +59,7 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, delays: De
                 BlockReader(redis, pool, fleet.blocks, random, monotonic, skips), fleet
             ),
             _watch_pollers(redis, pool, fleet, skips),
-            _remember_models(DepartedModels(redis, pool, MODELS_REMEMBERED, REMEMBERED_S), fleet),
+            _remember_models(redis, pool, fleet),
         ]
         owned = [(fleet.responses, keys.responses)]
         if config.route.keeps_sessions:
@@ -164,7 +163,7 @@ async def _watch_pollers(redis: Redis, pool: str, fleet: Fleet, skips: Skips) ->
         await asyncio.sleep(_POLLERS_EVERY_S)
 
 
-async def _remember_models(store: DepartedModels, fleet: Fleet) -> None:
+async def _remember_models(redis: Redis, pool: str, fleet: Fleet) -> None:
     """Reads which models were served lately, then stores each model that no replica serves any
     more."""
     members, stored, recalled = fleet.members, dict[str, float](), False
@@ -172,11 +171,12 @@ async def _remember_models(store: DepartedModels, fleet: Fleet) -> None:
         epoch = wall() - monotonic()
         with suppress(RedisError, OSError):
             if not recalled:
-                found = await store.read()
+                found = await read_departed(redis, pool)
                 members.recall({model: at - epoch for model, at in found.items()})
                 recalled = True
             departed = members.departed_models.copy()
             if changed := dict(departed.items() - stored.items()):
-                await store.write({model: at + epoch for model, at in changed.items()})
+                times = {model: at + epoch for model, at in changed.items()}
+                await write_departed(redis, pool, times)
                 stored = departed
         await asyncio.sleep(_MODELS_EVERY_S)
