@@ -5,7 +5,6 @@ For each replica, Redis stores a list: a whole update, which has all blocks, and
 
 import math
 from collections.abc import AsyncIterator, Mapping
-from random import Random
 from typing import Any
 
 from msgspec import Struct
@@ -100,11 +99,10 @@ class BlockReader(ChannelReader[ReplicaBlockUpdate]):
         redis: Redis,
         pool: str,
         held: HeldBlocks,
-        random: Random,
         clock: Clock,
         skips: Skips | None = None,
     ) -> None:
-        super().__init__(redis, pool, random, skips)
+        super().__init__(redis, pool, skips)
         self._channel = self._keys.blocks_channel
         self._held = held
         self._clock = clock
