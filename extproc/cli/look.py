@@ -18,6 +18,7 @@ from extproc.cli.configuration import add_file, configured
 from extproc.cli.routers import AskedRouter, routers_to_ask
 from extproc.cli.screen import RouterView, draw, screen_of
 from extproc.config import AdminSettings, Config
+from extproc.ground.runtime import started
 from extproc.ground.text import WIDTH, printable
 from extproc.observe.client import RouterUnavailableError, fetch_decisions, follow, url_of
 from extproc.observe.decision import other_format, read_decisions
@@ -124,8 +125,7 @@ async def _top(args: argparse.Namespace, config: Config) -> str:
     terminal, changed = sys.stdout.isatty(), asyncio.Event()
     once = args.once or not terminal
     followed = [_Followed(router, changed) for router in routers]
-    tasks = [asyncio.create_task(each.follow(config.admin)) for each in followed]
-    try:
+    async with started(*(each.follow(config.admin) for each in followed)):
         while True:
             await changed.wait()
             changed.clear()
@@ -141,10 +141,6 @@ async def _top(args: argparse.Namespace, config: Config) -> str:
             if once:
                 return "\n".join(lines)
             draw(lines)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Followed:

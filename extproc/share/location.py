@@ -11,7 +11,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.utils import str_if_bytes
 
 from extproc.ground.address import is_ip, join_address
-from extproc.ground.runtime import look_up
+from extproc.ground.runtime import look_up, started
 
 Node = tuple[str, int]  # host and port
 Ask = Callable[[Connection, Node], Awaitable[Node]]
@@ -50,18 +50,13 @@ class Server:
         if self._ask is None:
             return self._nodes[0]
         problems = []
-        tasks = [asyncio.ensure_future(self._found_by(self._ask, node)) for node in self._nodes]
-        try:
-            for answer in asyncio.as_completed(tasks):
+        async with started(*(self._found_by(self._ask, node) for node in self._nodes)) as answers:
+            for answer in asyncio.as_completed(answers):
                 try:
                     return await answer
                 except (RedisError, OSError) as error:
                     problems.append(str(error))
-            raise RedisConnectionError("; ".join(dict.fromkeys(problems)))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        raise RedisConnectionError("; ".join(dict.fromkeys(problems)))
 
     async def _found_by(self, ask: Ask, node: Node) -> Node:
         host, port = node
