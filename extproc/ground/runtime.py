@@ -81,6 +81,17 @@ async def look_up(host: str) -> list[str]:
     return [str(sockaddr[0]) for *_, sockaddr in await in_daemon_thread(ask)]
 
 
+async def together(*parts: Coroutine[Any, Any, None]) -> None:
+    """Runs the parts concurrently until all have ended.
+
+    Raises:
+        ExceptionGroup: a part failed; the others are cancelled.
+    """
+    async with asyncio.TaskGroup() as tasks:
+        for part in parts:
+            tasks.create_task(part)
+
+
 @asynccontextmanager
 async def started(*parts: Coroutine[Any, Any, T]) -> AsyncIterator[list[asyncio.Task[T]]]:
     """Runs the parts as tasks inside the block; at its end, cancels the tasks that still run."""

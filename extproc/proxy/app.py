@@ -16,7 +16,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
 from extproc.ground.clock import Clock, monotonic, wall
 from extproc.ground.outage_log import OutageLog
-from extproc.ground.runtime import started
+from extproc.ground.runtime import started, together
 from extproc.observe.admin import serve_admin
 from extproc.observe.dashboard.routes import page_routes
 from extproc.observe.decision_log import DecisionLog
@@ -139,9 +139,7 @@ async def _follow_fleets(pools: Sequence[Services], registry: CollectorRegistry)
         metrics = PollMetrics(registry)
         parts = [Poller(pool.config, IntoFleet(pool.fleet), metrics).run() for pool in pools]
     parts += [pool.recorder.run() for pool in pools if pool.recorder]
-    async with asyncio.TaskGroup() as tasks:  # if cancelled, the group waits for farewells
-        for part in parts:
-            tasks.create_task(part)
+    await together(*parts)  # if cancelled, waits for farewells
 
 
 async def follow_state(config: Config, fleet: Fleet, skips: Skips | None = None) -> None:

@@ -15,7 +15,7 @@ from extproc.fleet.digest import EVERY_S
 from extproc.fleet.fleet import Fleet
 from extproc.ground.address import reachable
 from extproc.ground.clock import monotonic, wall
-from extproc.ground.runtime import in_turns
+from extproc.ground.runtime import in_turns, together
 from extproc.observe.history import Delays
 from extproc.observe.metrics import RouterMetrics
 from extproc.share.assignment import known_pollers
@@ -45,7 +45,7 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, delays: De
     """Sends this router's state to the other routers, and receives their states. Sends a farewell
     when cancelled."""
     pool, skips = config.pool, Skips(metrics.skipped)
-    async with connect(config.redis, pool) as redis, asyncio.TaskGroup() as tasks:
+    async with connect(config.redis, pool) as redis:
         keys = Keys(pool)
         prompts = StreamReader(redis, keys.prompts, PROMPTS, skips)
         parts = [
@@ -65,8 +65,7 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, delays: De
             reader = StreamReader(redis, key, OWNER, skips)
             parts.append(_send_owners(redis, key, owners))
             parts.append(_receive(reader, partial(_keep_owner, owners)))
-        for part in parts:
-            tasks.create_task(part)
+        await together(*parts)
 
 
 async def _receive(reader: Reader[T], take: Callable[[T], None]) -> None:
