@@ -1,7 +1,7 @@
 """Exchange with the other routers, through Redis: digests, prompts, stored responses, sessions."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import TypeVar
@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 
 from extproc.config import Config
 from extproc.fleet.announcements import MAX_OWNERS, MAX_PROMPT_BATCHES, OwnerMap
-from extproc.fleet.digest import EVERY_S
+from extproc.fleet.digest import EVERY_S, Digest, DigestKind
 from extproc.fleet.fleet import Fleet
 from extproc.ground.address import reachable
 from extproc.ground.clock import monotonic, wall
@@ -27,7 +27,7 @@ from extproc.share.digests import (
     DigestEvent,
     DigestReader,
     DigestReceived,
-    DigestWriter,
+    send_digest,
 )
 from extproc.share.envelope import Skips
 from extproc.share.reader import Reader
@@ -50,7 +50,7 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, delays: De
         prompts = StreamReader(redis, keys.prompts, PROMPTS, skips)
         parts = [
             _publish_admin(fleet, config.serve.admin),
-            _send_digests(DigestWriter(redis, pool), fleet, metrics, delays),
+            _send_digests(partial(send_digest, redis, keys), fleet, metrics, delays),
             _receive(DigestReader(redis, pool, skips), partial(_take, fleet, metrics)),
             _send_prompts(redis, keys.prompts, fleet),
             _receive_prompts(prompts, fleet),
@@ -77,7 +77,7 @@ async def _receive(reader: Reader[T], take: Callable[[T], None]) -> None:
 
 
 async def _send_digests(
-    writer: DigestWriter, fleet: Fleet, metrics: RouterMetrics, delays: Delays
+    send: Callable[[Digest], Awaitable[str]], fleet: Fleet, metrics: RouterMetrics, delays: Delays
 ) -> None:
     backoff = reconnecting()
     try:
@@ -86,11 +86,12 @@ async def _send_digests(
             digest = fleet.digests.due(started, no_peers=not fleet.peers)
             try:
                 if digest is not None:
-                    await writer.send(digest)
+                    refusal = await send(digest)
                     took_s = monotonic() - started
                     metrics.redis_seconds.observe(took_s)
                     delays.redis_s.add(took_s)
-                    delays.redis_refusal = writer.refusal
+                    if digest.kind is DigestKind.WHOLE:
+                        delays.redis_refusal = refusal
                     backoff.reset()
             except (RedisError, OSError):
                 fleet.digests.repeat()
@@ -98,7 +99,7 @@ async def _send_digests(
             await asyncio.sleep(max(EVERY_S - (monotonic() - started), 0.0))
     finally:
         with suppress(RedisError, OSError):
-            await writer.send(fleet.digests.farewell())
+            await send(fleet.digests.farewell())
 
 
 async def _publish_admin(fleet: Fleet, admin: str) -> None:

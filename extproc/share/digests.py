@@ -32,31 +32,22 @@ class Connected:
 DigestEvent = DigestReceived | Connected
 
 
-class DigestWriter:
-    """Writes one router's digests for the pool's routers."""
+async def send_digest(redis: Redis, keys: Keys, digest: Digest) -> str:
+    """Pushes a digest; a whole digest is also stored, for routers that start later.
 
-    def __init__(self, redis: Redis, pool: str) -> None:
-        self._redis = redis
-        self._keys = Keys(pool)
-        self.refusal = ""  # why Redis did not store the last whole digest; empty: it was stored
-
-    async def send(self, digest: Digest) -> None:
-        """Pushes a digest; a whole digest is also stored, for routers that start later.
-
-        A full Redis stores no digest, but still pushes.
-        """
-        data, key = DIGEST.seal(digest), self._keys.router + digest.router
-        async with self._redis.pipeline(transaction=False) as pipe:
-            if digest.kind is fleet_digest.DigestKind.WHOLE:
-                pipe.set(key, data, px=_LIFE_MS)
-            elif digest.kind is fleet_digest.DigestKind.FAREWELL:
-                pipe.delete(key)
-            pipe.publish(self._keys.digests, data)
-            *stored, pushed = await in_time(pipe.execute(raise_on_error=False))
+    Returns why Redis did not store the digest: a full Redis stores no digest, but still pushes.
+    """
+    data, key = DIGEST.seal(digest), keys.router + digest.router
+    async with redis.pipeline(transaction=False) as pipe:
         if digest.kind is fleet_digest.DigestKind.WHOLE:
-            self.refusal = "".join(str(each) for each in stored if isinstance(each, RedisError))
-        if isinstance(pushed, RedisError):
-            raise pushed
+            pipe.set(key, data, px=_LIFE_MS)
+        elif digest.kind is fleet_digest.DigestKind.FAREWELL:
+            pipe.delete(key)
+        pipe.publish(keys.digests, data)
+        *stored, pushed = await in_time(pipe.execute(raise_on_error=False))
+    if isinstance(pushed, RedisError):
+        raise pushed
+    return "".join(str(each) for each in stored if isinstance(each, RedisError))
 
 
 class DigestReader(ChannelReader[DigestEvent]):
