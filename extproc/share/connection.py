@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable
+from functools import partial
 from random import Random
 from typing import TypeVar
 
@@ -96,11 +97,11 @@ def connect(redis: RedisSettings | str, pool: str) -> Redis:
     if settings.service is not None:
         login = {"username": settings.sentinel_username, "password": settings.sentinel_password}
         nodes = [split_address(address) for address in settings.sentinels]
-        kind, ask = f"{settings.service} of sentinels ", ask_sentinel(settings.service)
+        kind, ask = f"{settings.service} of sentinels ", partial(ask_sentinel, settings.service)
         server = Server(nodes, kind, ask, asking, options | login | {"db": 0})
     elif settings.cluster:
         nodes = [split_address(address) for address in settings.cluster]
-        server = Server(nodes, "cluster ", ask_cluster(Keys(pool).slot), asking, options)
+        server = Server(nodes, "cluster ", partial(ask_cluster, Keys(pool).slot), asking, options)
     connection = LocatedTlsConnection if tls else LocatedConnection
     return Redis.from_pool(ConnectionPool(connection_class=connection, server=server, **options))
 
