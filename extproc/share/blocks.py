@@ -64,8 +64,6 @@ class BlockWriter:
 
         Returns the replicas whose next update must be whole, because Redis lacks this update.
         """
-        if not updates:
-            return set()
         async with self._redis.pipeline(transaction=False) as pipe:
             for replica, (update, whole) in updates.items():
                 pipe.eval(

@@ -94,8 +94,6 @@ class StateWriter:
             await in_time(put(*whole, *lists.values()))
 
     async def remove(self, replicas: Sequence[str]) -> None:
-        if not replicas:
-            return
         keys = self._keys
         # In a transaction, a Redis that refuses to delete would also publish nothing.
         async with self._redis.pipeline(transaction=False) as pipe:
