@@ -18,9 +18,9 @@ from extproc.ground.address import with_name
 from extproc.ground.clock import monotonic
 from extproc.observe.client import RouterUnavailableError, fetch_pages
 from extproc.poll.discovery import RESOLVE_S, Discovery, read_replicas
-from extproc.poll.metrics_text import PageFigures
+from extproc.poll.metrics_text import PageFigures, ScrapeError
 from extproc.poll.models import read_models
-from extproc.poll.scrape import ScrapeError, open_session, scrape
+from extproc.poll.scrape import open_session, scrape
 from extproc.replica_state import STALE_AFTER_S
 from extproc.share.assignment import known_pollers
 from extproc.share.connection import Keys, address, connect, in_time

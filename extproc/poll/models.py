@@ -12,7 +12,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from extproc.ground.outage_log import OutageLog
 from extproc.poll.discovery import Target
-from extproc.poll.scrape import ScrapeError, get
+from extproc.poll.metrics_text import ScrapeError
+from extproc.poll.scrape import get
 
 log = logging.getLogger(__name__)
 

@@ -20,12 +20,11 @@ from extproc.poll.destination import Destination
 from extproc.poll.discovery import Target
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.kv_stream import KvStream
-from extproc.poll.metrics_text import PageFigures
+from extproc.poll.metrics_text import PageFigures, ScrapeError
 from extproc.poll.models import Models
 from extproc.poll.scrape import (
     PollMetrics,
     RefusedError,
-    ScrapeError,
     SilentError,
     UnreachableError,
     responds,

@@ -12,8 +12,8 @@ from yarl import URL
 
 from extproc.ground.runtime import started
 from extproc.poll.metrics_text import (
-    MetricsError,
     PageFigures,
+    ScrapeError,
     drop_old_adapter_sets,
     read_metrics,
 )
@@ -71,10 +71,6 @@ class PollMetrics:
         self._skipped.labels(reason).inc(number)
 
 
-class ScrapeError(Exception):
-    """A scrape failed: no answer, or an answer that no healthy vLLM gives."""
-
-
 class UnreachableError(ScrapeError):
     """No connection to the replica: its process or its machine is down."""
 
@@ -116,10 +112,7 @@ async def scrape(session: aiohttp.ClientSession, replica: str, health: bool = Tr
     paths = _SCRAPED if health else _SCRAPED[:1]
     async with started(*(get(session, replica, path) for path in paths)) as requests:
         page, *_ = await asyncio.gather(*requests)
-    try:
-        return read_metrics(page)
-    except MetricsError as error:
-        raise ScrapeError(str(error)) from None
+    return read_metrics(page)
 
 
 async def responds(session: aiohttp.ClientSession, replica: str) -> bool:
