@@ -113,13 +113,9 @@ class StateReader(ChannelReader[Change]):
     def __init__(self, redis: Redis, pool: str, skips: Skips | None = None) -> None:
         super().__init__(redis, pool, skips)
         self._channel = self._keys.changes
-        self._outage = outage(redis)
+        self.outage = outage(redis)
         self._scraped_at: dict[str, float] = {}  # in the snapshot; empty: no older states come
         self._lists = KnownLists(redis, pool, self._skips)
-
-    @property
-    def lost(self) -> bool:
-        return bool(self._outage.problem)
 
     async def read(self, replicas: Iterable[str] | None = None) -> Snapshot:
         """Returns the states that Redis has of these replicas; None: of all replicas."""
@@ -137,7 +133,7 @@ class StateReader(ChannelReader[Change]):
 
     async def _found(self) -> AsyncIterator[Change]:
         snapshot = await self.read()
-        self._outage.recovered()
+        self.outage.recovered()
         self._scraped_at = {state.id: state.scraped_at for state in snapshot.states}
         self._lists.keep(self._scraped_at)
         yield snapshot
@@ -166,4 +162,4 @@ class StateReader(ChannelReader[Change]):
         self._scraped_at.clear()
 
     def _failed(self, error: Exception) -> None:
-        self._outage.failed(error)
+        self.outage.failed(error)
