@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from extproc.ground.address import join_address, split_address
-from extproc.ground.clock import monotonic
+from extproc.ground.clock import Clock
 from extproc.ground.outage_log import OutageLog
 from extproc.poll.destination import Destination
 from extproc.poll.discovery import Target
@@ -53,6 +53,7 @@ class KvStream:
         ports: tuple[int, int],
         blocks: KvBlocks,
         into: Destination,
+        clock: Clock,
     ) -> None:
         self._context = context
         host, _ = split_address(target.id)
@@ -61,6 +62,7 @@ class KvStream:
         self._blocks = blocks
         self._into = into
         self._replica = target.id
+        self._clock = clock
         self._last: Mark | None = None  # ``_BEFORE_ALL``: no batch yet; None: not checked yet
         self._saved: Mark | None = None
         self._saved_at = -math.inf
@@ -94,7 +96,7 @@ class KvStream:
                     while True:
                         await self._check()
                         await self._save()
-                        await self._follow(pushed, monotonic() + CHECK_S)
+                        await self._follow(pushed, self._clock() + CHECK_S)
             except zmq.ZMQError as error:  # for instance, too many open files
                 self._note(f"{error}")
             except Exception as error:  # must not end the polls of other replicas
@@ -105,7 +107,7 @@ class KvStream:
 
     async def _follow(self, pushed: zmq.asyncio.Socket, until: float) -> None:
         """Applies pushed batches until the time ``until``, or until a batch is missing."""
-        while (left := until - monotonic()) > 0:
+        while (left := until - self._clock()) > 0:
             if await pushed.poll(math.ceil(left * 1000)):
                 is_next = self._receive(_Batch.of(await pushed.recv_multipart()))
                 await self._into.blocks_changed(self._replica, self._blocks)
@@ -123,10 +125,10 @@ class KvStream:
         await self._into.blocks_changed(self._replica, self._blocks)
 
     async def _save(self) -> None:
-        since = monotonic() - self._saved_at
+        since = self._clock() - self._saved_at
         due = since > (_SAVE_AGAIN_S if self._last == self._saved else SAVE_S)
         if due and self._last is not None and self.number is not None:
-            self._saved, self._saved_at = self._last, monotonic()
+            self._saved, self._saved_at = self._last, self._clock()
             await self._into.save_blocks(self._replica, partial(self._blocks.dump, self._last))
 
     async def _catch_up(self) -> bool:

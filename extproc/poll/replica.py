@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 from random import Random
 from typing import Any
@@ -13,7 +12,7 @@ import zmq.asyncio
 from msgspec import structs
 
 from extproc.config import POLL_JITTER, Config
-from extproc.ground.clock import monotonic, wall
+from extproc.ground.clock import Clock, monotonic, wall
 from extproc.ground.runtime import Backoff, started
 from extproc.poll.batch import scraped_state
 from extproc.poll.destination import Destination
@@ -61,6 +60,8 @@ class PollContext:
     metrics: PollMetrics
     prior: FleetPrior
     random: Random
+    monotonic: Clock = monotonic
+    wall: Clock = wall
 
 
 class PolledReplica:
@@ -76,16 +77,15 @@ class PolledReplica:
         self._settings = context.config.poll
         self._backoff = Backoff(self._settings.interval_s, BACKOFF_MOST_S, context.random)
         self._silence: asyncio.Task[None] | None = None  # None: no scrape is unanswered
-        self._blank = partial(
-            ReplicaState,
-            id=target.id,
-            name=target.name,
-            profile=target.profile,
-            by_priority=context.config.priority_scheduling,
-            life_s=TTL_S,
-        )
+        self._identity: dict[str, Any] = {
+            "id": target.id,
+            "name": target.name,
+            "profile": target.profile,
+            "by_priority": context.config.priority_scheduling,
+            "life_s": TTL_S,
+        }
         # The last published state; at first, the last state from the replica's previous poller.
-        self.state = None if known is None else structs.replace(known, **self._blank.keywords)
+        self.state = None if known is None else structs.replace(known, **self._identity)
         self._figures: PageFigures | None = None
         self._health_asked_at = -inf
         self._silent_scrapes = 0  # consecutive
@@ -95,8 +95,9 @@ class PolledReplica:
         self._models = Models(context.session, target, self._listed)
         self._kv_stream: KvStream | None = None
         if (ports := target.kv_events_ports) is not None:
-            blocks = KvBlocks(context.random, monotonic)
-            self._kv_stream = KvStream(context.zmq, target, ports, blocks, context.into)
+            blocks = KvBlocks(context.random, context.monotonic)
+            into, clock = context.into, context.monotonic
+            self._kv_stream = KvStream(context.zmq, target, ports, blocks, into, clock)
         self._task = context.tasks.create_task(self._run())
 
     @property
@@ -145,19 +146,19 @@ class PolledReplica:
             self._context.prior.forget(self.target.id)
 
     async def _scrape_once(self) -> float:
-        began = monotonic()
+        started = self._context.monotonic()
         if self._silence is None:
             usual_s = 0.0 if self.state is None else self.state.scrape_seconds
             self._silence = asyncio.create_task(self._count_silence(usual_s + SILENCE_STEP_S))
         try:
             figures = await scrape(
-                self._context.session, self.target.id, self._health_is_due(began)
+                self._context.session, self.target.id, self._health_is_due(started)
             )
         except ScrapeError as error:
             self._failed(error)
             return self._backoff.next()
         self._stop_counting_silence()
-        seconds = monotonic() - began
+        seconds = self._context.monotonic() - started
         before = self.state
         if self._restarted(figures):
             before = None
@@ -168,15 +169,15 @@ class PolledReplica:
             self._estimator = Estimator(expected, self._learned)
         if seconds <= self._settings.timeout_s:
             self._context.metrics.good.inc()
-            self._estimator.poll(figures.counts(began + seconds / 2), self._context.prior.prior)
+            self._estimator.poll(figures.counts(started + seconds / 2), self._context.prior.prior)
             self._context.prior.report(self.target.id, self._estimator.evidence)
         else:  # the figures' time is too uncertain to learn step times
             self._context.metrics.late.inc()
             self._estimator.interrupted()
         self._succeeded(figures, before, self._estimator, seconds)
-        self._models.refresh(began)
+        self._models.refresh(started)
         spread = self._context.random.uniform(-POLL_JITTER, POLL_JITTER)
-        spent = monotonic() - began
+        spent = self._context.monotonic() - started
         return max(0.0, self._settings.interval_s * (1 + spread) - spent)
 
     def _health_is_due(self, now: float) -> bool:
@@ -212,7 +213,7 @@ class PolledReplica:
             figures,
             learned=estimator.model,
             measured=estimator.measured,
-            scraped_at=wall(),
+            scraped_at=self._context.wall(),
             scrape_seconds=seconds,
             kv_update=kv_stream.number if kv_stream is not None else None,
         )
@@ -335,6 +336,9 @@ class PolledReplica:
         known = self.state.models if self.state else ()
         return bool(known) and not {*figures.models} <= {*known}
 
+    def _blank(self, **values: Any) -> ReplicaState:
+        return ReplicaState(**self._identity, **values)
+
 
 def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
     """Returns the step times that the replica's previous poller learned; None if it learned none
@@ -342,5 +346,10 @@ def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
     if known is None or not known.measured or known.profile != profile:
         return None
     model = known.learned
-    valid = model and model.c0 and all(0.0 <= value < inf for value in coefficients(model))
-    return model if valid else None
+    if (
+        model is None
+        or not all(0.0 <= value < inf for value in coefficients(model))
+        or not model.c0
+    ):
+        return None
+    return model
