@@ -70,6 +70,7 @@ class Discovery:
         timeout_s: float,
         resolve: Resolve = resolve_host,
         drains: Drains | None = None,
+        random: Random | None = None,
         answers: Callable[[str], bool] = lambda _: False,  # True: this replica answers scrapes
         clock: Clock = monotonic,
     ) -> None:
@@ -80,6 +81,7 @@ class Discovery:
         self._hosts: dict[str, Host] = {}
         self._drains = drains or Drains()
         self._timeout_s = timeout_s
+        self._random = random or Random()
         self._answers = answers
         self._clock = clock
         self._named_at: dict[ReplicaSource, dict[str, float]] = {}  # results of ``_named``
@@ -156,7 +158,7 @@ class Discovery:
 
             kind = PoolWatch if wanted.inference_pool else ServiceWatch
             wake = self._drains.changed.set
-            self._watches[wanted] = kind(wanted, wake, self._timeout_s, Random())
+            self._watches[wanted] = kind(wanted, wake, self._timeout_s, self._random)
 
     async def _look_up(self, names: set[str]) -> None:
         self._hosts = {name: self._hosts.get(name) or self._new_host(name) for name in names}

@@ -21,15 +21,19 @@ log = logging.getLogger(__name__)
 class Poller:
     """Scrapes the discovered replicas that ``into.claim`` assigns to this poller."""
 
-    def __init__(self, config: Config, into: Destination, metrics: PollMetrics) -> None:
+    def __init__(
+        self, config: Config, into: Destination, metrics: PollMetrics, random: Random
+    ) -> None:
         self._config = config
         self._into = into
         self._metrics = metrics
+        self._random = random
         self._discovery = Discovery(
             config.replicas,
             config.replicas_file,
             RESOLVE_S,
             drains=into.drains,
+            random=random,
             answers=lambda id_: id_ in self._polled and self._polled[id_].healthy,
         )
         self.unlisted = self._discovery.unlisted
@@ -58,7 +62,7 @@ class Poller:
                             sockets,
                             self._metrics,
                             FleetPrior(),
-                            Random(),
+                            self._random,
                         )
                         await self._discover()
                         tasks.create_task(self._rediscover())

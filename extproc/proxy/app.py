@@ -137,7 +137,9 @@ async def _follow_fleets(pools: Sequence[Services], registry: CollectorRegistry)
         parts += [share(pool.config, pool.fleet, pool.metrics, pool.delays) for pool in pools]
     else:
         metrics = PollMetrics(registry)
-        parts = [Poller(pool.config, IntoFleet(pool.fleet), metrics).run() for pool in pools]
+        parts = [
+            Poller(pool.config, IntoFleet(pool.fleet), metrics, Random()).run() for pool in pools
+        ]
     parts += [pool.recorder.run() for pool in pools if pool.recorder]
     await together(*parts)  # if cancelled, waits for farewells
 
@@ -145,7 +147,7 @@ async def _follow_fleets(pools: Sequence[Services], registry: CollectorRegistry)
 async def follow_state(config: Config, fleet: Fleet, skips: Skips | None = None) -> None:
     """Applies to the fleet each change that pollers write to Redis, until cancelled."""
     async with connect(config.redis, config.pool) as redis:
-        reader = StateReader(redis, config.pool, skips)
+        reader = StateReader(redis, config.pool, Random(), skips)
         async with aclosing(reader.changes()) as changes:
             async for change in changes:
                 await apply(change, fleet)

@@ -5,6 +5,7 @@ For each replica, Redis stores a list: a whole update, which has all blocks, and
 
 import math
 from collections.abc import AsyncIterator, Mapping
+from random import Random
 from typing import Any
 
 from msgspec import Struct
@@ -97,10 +98,11 @@ class BlockReader(ChannelReader[ReplicaBlockUpdate]):
         redis: Redis,
         pool: str,
         held: HeldBlocks,
+        random: Random,
         clock: Clock,
         skips: Skips | None = None,
     ) -> None:
-        super().__init__(redis, pool, skips)
+        super().__init__(redis, pool, random, skips)
         self._channel = self._keys.blocks_channel
         self._held = held
         self._clock = clock

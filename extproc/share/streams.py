@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
+from random import Random
 from typing import Any
 
 from msgspec import Struct
@@ -46,7 +47,7 @@ async def append(
     """Appends entries to a stream in one round trip; while Redis is away, tries again and again.
     Redis stores about the last ``most`` entries."""
     entries: list[Any] = [{_FIELD: kind.seal(body)} for body in bodies]
-    backoff = reconnecting()
+    backoff = reconnecting(Random())
     while True:
         try:
             async with redis.pipeline(transaction=False) as pipe:
@@ -71,9 +72,10 @@ class StreamReader(Reader[B]):
         redis: Redis,
         key: str,
         kind: EnvelopeKind[B],
+        random: Random,
         skips: Skips | None = None,
     ) -> None:
-        super().__init__(redis, skips)
+        super().__init__(redis, random, skips)
         self.key = key
         self._kind = kind
         self._after = _NONE

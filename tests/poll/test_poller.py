@@ -9,6 +9,7 @@ from functools import partial
 from itertools import cycle
 from math import inf
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import pytest
@@ -501,7 +502,7 @@ async def test_signal_stops_the_poller_and_its_heartbeat(
     async with connect(redis_server.url, "default") as redis:
         task = asyncio.create_task(run_poller(settings))
         async with asyncio.timeout(PATIENCE_S):
-            async for change in StateReader(redis, settings.pool).changes():
+            async for change in StateReader(redis, settings.pool, Random(1)).changes():
                 if isinstance(change, Put):
                     break
             os.kill(os.getpid(), number)

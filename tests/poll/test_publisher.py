@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from random import Random
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -38,7 +39,7 @@ async def test_forgotten_replica_stays_in_redis_and_a_removed_one_goes(
     redis_server: RedisServer, redis_client: Redis
 ) -> None:
     await StateWriter(redis_client, "test", ttl_s=60).put([RETURNED, LEFT])
-    reader = StateReader(redis_client, "test")
+    reader = StateReader(redis_client, "test", Random(1))
 
     async def stored() -> set[str]:
         read = await reader.read([RETURNED.id, LEFT.id, NEW.id])
@@ -87,7 +88,7 @@ async def test_poller_cancels_the_removal_of_a_replica_that_returns(
         file.write_text(f"['{replica.id}']")
         settings = Config.model_validate({"replicas_file": file})
         calls = Calls()
-        async with running(Poller(settings, calls, PollMetrics(CollectorRegistry()))):
+        async with running(Poller(settings, calls, PollMetrics(CollectorRegistry()), Random(1))):
             await calls.until("put")
             file.write_text("[]")
             await calls.until("remove")

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -242,7 +243,7 @@ async def publishing(url: RedisSettings | str, pool: str = "test") -> AsyncItera
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(assignment, "LIFE_S", PATIENCE_S)
         async with connect(url, pool) as redis:
-            publisher = IntoRedis(redis, Config(pool=pool), "")
+            publisher = IntoRedis(redis, Config(pool=pool), "", Random(1))
             task = asyncio.create_task(publisher.run())
             try:
                 yield publisher
