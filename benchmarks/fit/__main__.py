@@ -44,7 +44,8 @@ from extproc.ground.text import Column, table
 from extproc.lab.harness import traffic
 from extproc.lab.harness.pages import get_json
 from extproc.lab.replay.figures import FIGURES
-from extproc.poll.scrape import ScrapeError, open_session, scrape
+from extproc.poll.metrics_text import ScrapeError
+from extproc.poll.scrape import open_session, scrape
 from extproc.predict.windows import EngineCounts
 
 _LONGEST_PROMPT, _LONGEST_OUTPUT = 3000, 1000  # tokens, within the server's context

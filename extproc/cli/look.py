@@ -17,6 +17,7 @@ from extproc.cli.configuration import add_file, configured
 from extproc.cli.routers import AskedRouter, routers_to_ask
 from extproc.cli.screen import RouterView, draw, screen
 from extproc.config import AdminSettings, Config
+from extproc.ground.runtime import started
 from extproc.ground.text import WIDTH, printable
 from extproc.observe.client import RouterUnavailableError, fetch_decisions, follow, url_of
 from extproc.observe.decision import other_format, read_decisions
@@ -123,11 +124,8 @@ async def _top(args: argparse.Namespace, config: Config) -> str:
     terminal, changed = sys.stdout.isatty(), asyncio.Event()
     once = args.once or not terminal
     views = [RouterView(router.name or router.admin) for router in routers]
-    tasks = [
-        asyncio.create_task(_follow(router, config.admin, view, changed))
-        for router, view in zip(routers, views, strict=True)
-    ]
-    try:
+    each = zip(routers, views, strict=True)
+    async with started(*(_follow(router, config.admin, view, changed) for router, view in each)):
         while True:
             await changed.wait()
             changed.clear()
@@ -142,10 +140,6 @@ async def _top(args: argparse.Namespace, config: Config) -> str:
             if once:
                 return "\n".join(lines)
             draw(lines)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _follow(

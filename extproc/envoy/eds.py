@@ -83,7 +83,7 @@ async def _report_health(readers: Collection[StateReader], server: EdsServer) ->
     lost_s = 0
     while True:
         await asyncio.sleep(_CHECK_EVERY_S)
-        lost_s = lost_s + 1 if any(reader.lost for reader in readers) else 0
+        lost_s = lost_s + 1 if any(reader.outage.problem for reader in readers) else 0
         if lost_s == _CUT_OFF_S:
             logger.warning(
                 "redis lost: this 'extproc eds' reports unhealthy, so that envoy uses another"

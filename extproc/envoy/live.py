@@ -19,9 +19,9 @@ from extproc.ground.address import with_name
 from extproc.ground.clock import monotonic
 from extproc.observe.client import RouterUnavailableError, fetch_pages
 from extproc.poll.discovery import RESOLVE_S, Discovery, read_replicas
-from extproc.poll.metrics_text import PageFigures
+from extproc.poll.metrics_text import PageFigures, ScrapeError
 from extproc.poll.models import read_models
-from extproc.poll.scrape import ScrapeError, open_session, scrape
+from extproc.poll.scrape import open_session, scrape
 from extproc.replica_state import STALE_AFTER_S
 from extproc.share.assignment import known_pollers
 from extproc.share.connection import Keys, address, connect, in_time
@@ -161,8 +161,7 @@ async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
         finding = partial(Finding, "redis", where=f"redis {address(redis)}")
         try:
             began = monotonic()
-            async with in_time():
-                await redis.ping()
+            await in_time(redis.ping())
             took_s = monotonic() - began
             await _use_rights(redis, Keys(config.pool))
             pollers, _ = await known_pollers(redis, config.pool, Skips())
@@ -192,13 +191,12 @@ async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
 
 async def _use_rights(redis: Redis, keys: Keys) -> None:
     """Use each right that routers and pollers need in Redis, without changing anything."""
-    async with in_time():
-        await redis.eval(_DELETE, 1, keys.slot)  # this key never exists
-        await redis.set(keys.slot, "", xx=True)  # a full Redis refuses this, too
-        await redis.publish(keys.changes, sealed_list())
-    async with redis.pubsub() as pubsub, in_time():
-        await pubsub.subscribe(keys.changes)
-        await pubsub.get_message(timeout=None)
+    await in_time(redis.eval(_DELETE, 1, keys.slot))  # this key never exists
+    await in_time(redis.set(keys.slot, "", xx=True))  # a full Redis refuses this, too
+    await in_time(redis.publish(keys.changes, sealed_list()))
+    async with redis.pubsub() as pubsub:
+        await in_time(pubsub.subscribe(keys.changes))
+        await in_time(pubsub.get_message(timeout=None))
 
 
 async def _check_replica(

@@ -4,9 +4,9 @@ import asyncio
 import resource
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from random import Random
 from threading import Thread
@@ -79,6 +79,29 @@ async def look_up(host: str) -> list[str]:
     """
     ask = partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
     return [str(sockaddr[0]) for *_, sockaddr in await in_daemon_thread(ask)]
+
+
+async def together(*parts: Coroutine[Any, Any, None]) -> None:
+    """Runs the parts concurrently until all have ended.
+
+    Raises:
+        ExceptionGroup: a part failed; the others are cancelled.
+    """
+    async with asyncio.TaskGroup() as tasks:
+        for part in parts:
+            tasks.create_task(part)
+
+
+@asynccontextmanager
+async def started(*parts: Coroutine[Any, Any, T]) -> AsyncIterator[list[asyncio.Task[T]]]:
+    """Runs the parts as tasks inside the block; at its end, cancels the tasks that still run."""
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def in_turns(steps: Iterable[None]) -> None:

@@ -116,7 +116,7 @@ class Discovery:
     def problems(self) -> dict[str, str]:
         """Returns the names and Kubernetes sources that could not be looked up, with the
         reasons."""
-        problems = {name: host.problem for name, host in self._hosts.items()}
+        problems = {name: host.outage.problem for name, host in self._hosts.items()}
         problems |= {str(wanted): watch.problem for wanted, watch in self._watches.items()}
         return {name: problem for name, problem in problems.items() if problem}
 

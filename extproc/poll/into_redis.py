@@ -15,7 +15,7 @@ from extproc.config import Config
 from extproc.ground.address import split_address
 from extproc.ground.clock import Clock, monotonic
 from extproc.ground.outage_log import OutageLog
-from extproc.ground.runtime import until_signalled
+from extproc.ground.runtime import together, until_signalled
 from extproc.observe.admin import serve_admin
 from extproc.observe.metrics import build_info
 from extproc.poll.destination import Destination
@@ -129,9 +129,7 @@ async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
         metrics.redis_lost.labels(config.pool).set_function(lambda: bool(into.outage.problem))
         health.add(config.pool, into.assigner, into.outage, poller.unlisted)
         await into.drains.look(into.drain_store, monotonic())
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(poller.run())
-            tasks.create_task(into.run())
+        await together(poller.run(), into.run())
 
 
 class IntoRedis(Destination):
@@ -164,10 +162,11 @@ class IntoRedis(Destination):
         self._blocks_due = asyncio.Event()
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._keep_writing(self._states_due, self._write_states))
-            tasks.create_task(self._keep_writing(self._blocks_due, self._write_blocks))
-            tasks.create_task(self.drains.follow(self.drain_store, monotonic))
+        await together(
+            self._keep_writing(self._states_due, self._write_states),
+            self._keep_writing(self._blocks_due, self._write_blocks),
+            self.drains.follow(self.drain_store, monotonic),
+        )
 
     async def _keep_writing(self, due: asyncio.Event, write: Callable[[], Awaitable[bool]]) -> None:
         backoff = reconnecting(self._random)

@@ -41,8 +41,8 @@ _WAITING_ADAPTERS = re.compile(rb'[{,]waiting_lora_adapters="((?:[^"\\]|\\.)*)"'
 _ESCAPE = re.compile(r"\\(.)")
 
 
-class MetricsError(ValueError):
-    """The page is not vLLM's, or has a value that no vLLM reports."""
+class ScrapeError(Exception):
+    """A scrape failed: no answer, or an answer that no healthy vLLM gives."""
 
 
 class PageFigures(EngineFigures, frozen=True, kw_only=True):
@@ -87,14 +87,14 @@ def read_metrics(page: bytes) -> PageFigures:
     """Reads the text of a ``/metrics`` page.
 
     Raises:
-        MetricsError: the page is not vLLM's, or has a value that no vLLM reports.
+        ScrapeError: the page is not vLLM's, or has a value that no vLLM reports.
     """
     shortened = bytearray(b"\n" + page)
     drop_old_adapter_sets(shortened)
     page = bytes(shortened)
     running = _series(page, _RUNNING)
     if not running:
-        raise MetricsError("/metrics has no line of vllm:num_requests_running: is this vLLM?")
+        raise ScrapeError("/metrics has no line of vllm:num_requests_running: is this vLLM?")
     usage = [_value(_KV_USAGE[0], line) for line in _series(page, *_KV_USAGE)]
     steps = _series(page, _STEPS)
     configs = _series(page, b"cache_config_info")
@@ -140,7 +140,7 @@ def drop_old_adapter_sets(page: bytearray) -> None:
     set: up to megabytes. The value of a line is the time when the set last ran.
 
     Raises:
-        MetricsError: a line has no valid value.
+        ScrapeError: a line has no valid value.
     """
     last = page.rfind(_SET)  # may be incomplete
     if (begin := page.find(_SET, 0, max(last, 0))) >= 0:
@@ -174,7 +174,7 @@ def _total(page: bytes, name: bytes) -> float:
 def _sum(name: bytes, lines: list[bytes]) -> float:
     total = sum(_value(name, line) for line in lines)
     if total > _LARGEST:
-        raise MetricsError(f"/metrics has an impossible sum of vllm:{name.decode()}: {total:g}")
+        raise ScrapeError(f"/metrics has an impossible sum of vllm:{name.decode()}: {total:g}")
     return total
 
 
@@ -186,7 +186,7 @@ def _value(name: bytes, line: bytes | bytearray) -> float:
         value = -1.0
     if not 0.0 <= value <= _LARGEST:  # catches NaN too
         text = line[-40:].decode(errors="replace")
-        raise MetricsError(f"/metrics has an impossible value of vllm:{name.decode()}: {text!r}")
+        raise ScrapeError(f"/metrics has an impossible value of vllm:{name.decode()}: {text!r}")
     return value
 
 

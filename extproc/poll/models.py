@@ -12,7 +12,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from extproc.ground.outage_log import OutageLog
 from extproc.poll.discovery import Target
-from extproc.poll.scrape import ScrapeError, get
+from extproc.poll.metrics_text import ScrapeError
+from extproc.poll.scrape import get
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +48,8 @@ class Models:
 
     def refresh(self, now: float) -> None:
         """Starts to read the models, at most once in ``MODELS_EVERY_S``."""
-        if self._reading is not None and not self._reading.done():
-            return
-        if now - self._read_at >= MODELS_EVERY_S:
+        is_idle = self._reading is None or self._reading.done()
+        if is_idle and now - self._read_at >= MODELS_EVERY_S:
             self._read_at = now
             self._reading = asyncio.create_task(self._refresh())
 
@@ -78,52 +78,44 @@ class _Model(BaseModel):
     max_model_len: int | None = Field(default=None, gt=0, le=_LONGEST_CONTEXT)
 
 
-class _Version(BaseModel):
-    version: str
-
-    @property
-    def takes_priority(self) -> bool:
-        """True from vLLM 0.11 on. Older versions answer 400 to ``priority`` in a body, unless they
-        run with ``--scheduling-policy priority``."""
-        number = _NUMBER.match(self.version)
-        return number is not None and (int(number[1]), int(number[2])) >= _TAKES_PRIORITY
-
-
 class _ModelList(BaseModel):
     data: tuple[_Model, ...]
 
-    def fields(self) -> dict[str, Any]:
-        """Returns fields of a ``ReplicaState``, or none if the replica lists no model."""
-        if not self.data:
-            return {}
-        return {
-            "models": tuple(model.id for model in self.data),
-            "listed": True,
-            "adapters": tuple(model.id for model in self.data if model.parent),
-            # An adapter's entry has null: the length of the adapter's model applies.
-            "max_model_len": next(
-                (model.max_model_len for model in self.data if model.max_model_len), None
-            ),
-        }
+
+class _Version(BaseModel):
+    version: str
 
 
 async def read_models(session: aiohttp.ClientSession, replica: str) -> dict[str, Any]:
-    """Requests models and version of the replica at ``ip:port``; returns fields of its state.
+    """Requests models and version of the replica at ``ip:port``; returns fields of its state. If
+    the replica lists no model, only ``takes_priority`` is among them.
 
     Raises:
         ScrapeError: the replica does not list its models.
     """
     body = await get(session, replica, "/v1/models")
     try:
-        fields = _ModelList.model_validate_json(body).fields()
+        models = _ModelList.model_validate_json(body).data
     except ValidationError:
         raise ScrapeError("/v1/models is not a list of models") from None
-    return fields | {"takes_priority": await _takes_priority(session, replica)}
+    takes_priority = {"takes_priority": await _takes_priority(session, replica)}
+    if not models:
+        return takes_priority
+    return takes_priority | {
+        "models": tuple(model.id for model in models),
+        "listed": True,
+        "adapters": tuple(model.id for model in models if model.parent),
+        # An adapter's entry has null: the length of the adapter's model applies.
+        "max_model_len": next(filter(None, (model.max_model_len for model in models)), None),
+    }
 
 
 async def _takes_priority(session: aiohttp.ClientSession, replica: str) -> bool:
+    """Returns True from vLLM 0.11 on. Older versions answer 400 to ``priority`` in a body, unless
+    they run with ``--scheduling-policy priority``."""
     try:  # a server other than vLLM, or a proxy in front of vLLM, may have no /version
         body = await get(session, replica, "/version")
-        return _Version.model_validate_json(body).takes_priority
+        number = _NUMBER.match(_Version.model_validate_json(body).version)
     except (ScrapeError, ValidationError):
         return False
+    return number is not None and (int(number[1]), int(number[2])) >= _TAKES_PRIORITY

@@ -13,18 +13,17 @@ from msgspec import structs
 
 from extproc.config import POLL_JITTER, Config
 from extproc.ground.clock import Clock, monotonic, wall
-from extproc.ground.runtime import Backoff
+from extproc.ground.runtime import Backoff, started
 from extproc.poll.batch import scraped_state
 from extproc.poll.destination import Destination
 from extproc.poll.discovery import Target
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.kv_stream import KvStream
-from extproc.poll.metrics_text import PageFigures
+from extproc.poll.metrics_text import PageFigures, ScrapeError
 from extproc.poll.models import Models
 from extproc.poll.scrape import (
     PollMetrics,
     RefusedError,
-    ScrapeError,
     SilentError,
     UnreachableError,
     responds,
@@ -267,15 +266,12 @@ class PolledReplica:
         while True:
             silent_s, answered = 0.0, False
             while not answered:
-                asking = asyncio.ensure_future(responds(self._context.session, self.target.id))
-                try:
+                async with started(responds(self._context.session, self.target.id)) as [asking]:
                     while not (await asyncio.wait([asking], timeout=SILENCE_STEP_S))[0]:
                         silent_s += SILENCE_STEP_S
                         if silent_s >= STALL_S:
                             self._update(unanswered_s=silent_s)
                     answered = asking.result()
-                finally:
-                    asking.cancel()
             if silent_s >= STALL_S:
                 self._update(unanswered_s=0.0)
             await asyncio.sleep(SILENCE_STEP_S)

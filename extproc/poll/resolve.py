@@ -46,23 +46,18 @@ class Host:
         self._timeout_s = timeout_s
         self._lookup: asyncio.Future[Sequence[str]] | None = None
         begins = "replica's host does not resolve: keeping its last addresses and retrying"
-        self._outage = OutageLog(log, begins, "replica's host resolves again", host=name)
-
-    @property
-    def problem(self) -> str:
-        """Reason why the last lookup failed; empty if the lookup succeeded."""
-        return self._outage.problem
+        self.outage = OutageLog(log, begins, "replica's host resolves again", host=name)
 
     async def look_up(self) -> None:
         try:
             self.addresses = _one_family(await self._resolved())
         except (OSError, UnicodeError) as error:
-            self._outage.failed(error)
+            self.outage.failed(error)
         else:
             if self.addresses:
-                self._outage.recovered()
+                self.outage.recovered()
             else:
-                self._outage.failed("the name has no address")
+                self.outage.failed("the name has no address")
 
     async def _resolved(self) -> Sequence[str]:
         if is_ip(self._name):

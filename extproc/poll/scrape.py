@@ -10,9 +10,10 @@ import aiohttp
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from yarl import URL
 
+from extproc.ground.runtime import started
 from extproc.poll.metrics_text import (
-    MetricsError,
     PageFigures,
+    ScrapeError,
     drop_old_adapter_sets,
     read_metrics,
 )
@@ -70,10 +71,6 @@ class PollMetrics:
         self._skipped.labels(reason).inc(number)
 
 
-class ScrapeError(Exception):
-    """A scrape failed: no answer, or an answer that no healthy vLLM gives."""
-
-
 class UnreachableError(ScrapeError):
     """No connection to the replica: its process or its machine is down."""
 
@@ -113,29 +110,19 @@ async def scrape(session: aiohttp.ClientSession, replica: str, health: bool = Tr
         ScrapeError: a request failed.
     """
     paths = _SCRAPED if health else _SCRAPED[:1]
-    requests = [asyncio.ensure_future(get(session, replica, path)) for path in paths]
-    try:
+    async with started(*(get(session, replica, path) for path in paths)) as requests:
         page, *_ = await asyncio.gather(*requests)
-        return read_metrics(page)
-    except MetricsError as error:
-        raise ScrapeError(str(error)) from None
-    finally:
-        for request in requests:
-            request.cancel()
+    return read_metrics(page)
 
 
 async def responds(session: aiohttp.ClientSession, replica: str) -> bool:
     """Returns True if the replica at ``ip:port`` reacts in time: it begins an answer, even an
     error, or refuses the connection."""
-    requests = [asyncio.ensure_future(_responds(session, replica, path)) for path in _SCRAPED]
-    try:
-        for request in asyncio.as_completed(requests):
-            if await request:
+    async with started(*(_responds(session, replica, path) for path in _SCRAPED)) as requests:
+        for answered in asyncio.as_completed(requests):
+            if await answered:
                 return True
-        return False
-    finally:
-        for task in requests:
-            task.cancel()
+    return False
 
 
 async def _responds(session: aiohttp.ClientSession, replica: str, path: str) -> bool:

@@ -16,6 +16,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
 from extproc.ground.clock import Clock, monotonic, wall
 from extproc.ground.outage_log import OutageLog
+from extproc.ground.runtime import started, together
 from extproc.observe.admin import serve_admin
 from extproc.observe.dashboard.routes import page_routes
 from extproc.observe.decision_log import DecisionLog
@@ -140,9 +141,7 @@ async def _follow_fleets(pools: Sequence[Services], registry: CollectorRegistry)
             Poller(pool.config, IntoFleet(pool.fleet), metrics, Random()).run() for pool in pools
         ]
     parts += [pool.recorder.run() for pool in pools if pool.recorder]
-    async with asyncio.TaskGroup() as tasks:  # if cancelled, the group waits for farewells
-        for part in parts:
-            tasks.create_task(part)
+    await together(*parts)  # if cancelled, waits for farewells
 
 
 async def follow_state(config: Config, fleet: Fleet, skips: Skips | None = None) -> None:
@@ -196,12 +195,7 @@ async def _background(
     parts: Iterable[Coroutine[Any, Any, None]], stopping: asyncio.Event
 ) -> AsyncIterator[list[asyncio.Task[None]]]:
     """Runs the parts as tasks inside the block; sets ``stopping`` as soon as a task ends."""
-    tasks = [asyncio.create_task(part) for part in parts]
-    for task in tasks:
-        task.add_done_callback(lambda _: stopping.set())
-    try:
-        yield tasks
-    finally:
+    async with started(*parts) as tasks:
         for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            task.add_done_callback(lambda _: stopping.set())
+        yield tasks

@@ -1,7 +1,7 @@
 """Exchange with the other routers, through Redis: digests, prompts, stored responses, sessions."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 from functools import partial
 from random import Random
@@ -12,28 +12,27 @@ from redis.exceptions import RedisError
 
 from extproc.config import Config
 from extproc.fleet.announcements import MAX_OWNERS, MAX_PROMPT_BATCHES, OwnerMap
-from extproc.fleet.digest import EVERY_S
+from extproc.fleet.digest import EVERY_S, Digest, DigestKind
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.members import MODELS_REMEMBERED, REMEMBERED_S
 from extproc.ground.address import reachable
 from extproc.ground.clock import monotonic, wall
-from extproc.ground.runtime import in_turns
+from extproc.ground.runtime import in_turns, together
 from extproc.observe.history import Delays
 from extproc.observe.metrics import RouterMetrics
 from extproc.share.assignment import known_pollers
 from extproc.share.blocks import BlockReader
 from extproc.share.connection import Keys, connect, reconnecting
-from extproc.share.departed import DepartedModels
+from extproc.share.departed import read_departed, write_departed
 from extproc.share.digests import (
     Connected,
     DigestEvent,
     DigestReader,
     DigestReceived,
-    DigestWriter,
+    send_digest,
 )
 from extproc.share.envelope import Skips
 from extproc.share.reader import Reader
-from extproc.share.streams import OWNER, PROMPTS, B, Owner, Prompts, StreamReader, StreamWriter
+from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts, StreamReader, append
 
 _OWNERS_AT_ONCE = 100
 _POLLERS_EVERY_S = 1.0
@@ -47,30 +46,29 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, delays: De
     """Sends this router's state to the other routers, and receives their states. Sends a farewell
     when cancelled."""
     pool, skips, random = config.pool, Skips(metrics.skipped), Random()
-    async with connect(config.redis, pool) as redis, asyncio.TaskGroup() as tasks:
+    async with connect(config.redis, pool) as redis:
         keys = Keys(pool)
         prompts = StreamReader(redis, keys.prompts, PROMPTS, random, skips)
         parts = [
             _publish_admin(fleet, config.serve.admin),
-            _send_digests(DigestWriter(redis, pool), fleet, metrics, delays),
+            _send_digests(partial(send_digest, redis, keys), fleet, metrics, delays),
             _receive(DigestReader(redis, pool, random, skips), partial(_take, fleet, metrics)),
-            _send_prompts(StreamWriter(redis, keys.prompts, PROMPTS, MAX_PROMPT_BATCHES), fleet),
+            _send_prompts(redis, keys.prompts, fleet),
             _receive_prompts(prompts, fleet),
             _receive_blocks(
                 BlockReader(redis, pool, fleet.blocks, random, monotonic, skips), fleet
             ),
             _watch_pollers(redis, pool, fleet, skips),
-            _remember_models(DepartedModels(redis, pool, MODELS_REMEMBERED, REMEMBERED_S), fleet),
+            _remember_models(redis, pool, fleet),
         ]
         owned = [(fleet.responses, keys.responses)]
         if config.route.keeps_sessions:
             owned.append((fleet.sessions, keys.sessions))
         for owners, key in owned:
             reader = StreamReader(redis, key, OWNER, random, skips)
-            parts.append(_send_owners(StreamWriter(redis, key, OWNER, MAX_OWNERS), owners))
+            parts.append(_send_owners(redis, key, owners))
             parts.append(_receive(reader, partial(_keep_owner, owners)))
-        for part in parts:
-            tasks.create_task(part)
+        await together(*parts)
 
 
 async def _receive(reader: Reader[T], take: Callable[[T], None]) -> None:
@@ -81,18 +79,8 @@ async def _receive(reader: Reader[T], take: Callable[[T], None]) -> None:
             await asyncio.sleep(0)
 
 
-async def _send(writer: StreamWriter[B], entries: Sequence[B]) -> None:
-    """Sends entries; while Redis is away, tries again and again."""
-    backoff = reconnecting(Random())
-    while True:
-        try:
-            return await writer.send(entries)
-        except (RedisError, OSError):
-            await asyncio.sleep(backoff.next())
-
-
 async def _send_digests(
-    writer: DigestWriter, fleet: Fleet, metrics: RouterMetrics, delays: Delays
+    send: Callable[[Digest], Awaitable[str]], fleet: Fleet, metrics: RouterMetrics, delays: Delays
 ) -> None:
     backoff = reconnecting(Random())
     try:
@@ -101,11 +89,12 @@ async def _send_digests(
             digest = fleet.digests.due(started, no_peers=not fleet.peers)
             try:
                 if digest is not None:
-                    await writer.send(digest)
+                    refusal = await send(digest)
                     took_s = monotonic() - started
                     metrics.redis_seconds.observe(took_s)
                     delays.redis_s.add(took_s)
-                    delays.redis_refusal = writer.refusal
+                    if digest.kind is DigestKind.WHOLE:
+                        delays.redis_refusal = refusal
                     backoff.reset()
             except (RedisError, OSError):
                 fleet.digests.repeat()
@@ -113,7 +102,7 @@ async def _send_digests(
             await asyncio.sleep(max(EVERY_S - (monotonic() - started), 0.0))
     finally:
         with suppress(RedisError, OSError):
-            await writer.send(fleet.digests.farewell())
+            await send(fleet.digests.farewell())
 
 
 async def _publish_admin(fleet: Fleet, admin: str) -> None:
@@ -131,20 +120,22 @@ def _take(fleet: Fleet, metrics: RouterMetrics, event: DigestEvent) -> None:
             fleet.peers.connected()
 
 
-async def _send_owners(writer: StreamWriter[Owner], owners: OwnerMap) -> None:
+async def _send_owners(redis: Redis, key: str, owners: OwnerMap) -> None:
     while True:
         batch = await owners.take_announcements(_OWNERS_AT_ONCE)
-        await _send(writer, [Owner(thing, replica) for thing, replica in batch])
+        entries = [Owner(thing, replica) for thing, replica in batch]
+        await append(redis, key, OWNER, MAX_OWNERS, entries)
 
 
 def _keep_owner(owners: OwnerMap, owner: Owner) -> None:
     owners.remember(owner.thing, owner.replica)
 
 
-async def _send_prompts(writer: StreamWriter[Prompts], fleet: Fleet) -> None:
+async def _send_prompts(redis: Redis, key: str, fleet: Fleet) -> None:
     while True:
         if prompts := fleet.prompt_log.take():
-            await _send(writer, [Prompts(fleet.router, prompts)])
+            entries = [Prompts(fleet.router, prompts)]
+            await append(redis, key, PROMPTS, MAX_PROMPT_BATCHES, entries)
         urgent = bool(fleet.peers) or len(fleet.prompt_log) > 0
         await asyncio.sleep(EVERY_S if urgent else _ALONE_S)
 
@@ -172,7 +163,7 @@ async def _watch_pollers(redis: Redis, pool: str, fleet: Fleet, skips: Skips) ->
         await asyncio.sleep(_POLLERS_EVERY_S)
 
 
-async def _remember_models(store: DepartedModels, fleet: Fleet) -> None:
+async def _remember_models(redis: Redis, pool: str, fleet: Fleet) -> None:
     """Reads which models were served lately, then stores each model that no replica serves any
     more."""
     members, stored, recalled = fleet.members, dict[str, float](), False
@@ -180,11 +171,12 @@ async def _remember_models(store: DepartedModels, fleet: Fleet) -> None:
         epoch = wall() - monotonic()
         with suppress(RedisError, OSError):
             if not recalled:
-                found = await store.read()
+                found = await read_departed(redis, pool)
                 members.recall({model: at - epoch for model, at in found.items()})
                 recalled = True
             departed = members.departed_models.copy()
             if changed := dict(departed.items() - stored.items()):
-                await store.write({model: at + epoch for model, at in changed.items()})
+                times = {model: at + epoch for model, at in changed.items()}
+                await write_departed(redis, pool, times)
                 stored = departed
         await asyncio.sleep(_MODELS_EVERY_S)

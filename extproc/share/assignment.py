@@ -54,8 +54,7 @@ async def known_pollers(
     """Returns a pool's living pollers, as ``host:port`` → sources that cannot be looked up, and the
     names of the pollers that shut down within the last 5 s."""
     keys = Keys(pool)
-    async with in_time():
-        found: Any = await redis.smembers(keys.pollers)
+    found: Any = await in_time(redis.smembers(keys.pollers))
     names = sorted(map(str_if_bytes, found))
     beats = await _heartbeats(redis, keys, names, skips) if names else {}
     alive, stopped = dict[str, tuple[str, ...]](), set[str]()
@@ -72,8 +71,7 @@ async def _heartbeats(
 ) -> dict[str, Heartbeat | None]:
     """Returns the named pollers' heartbeats in Redis, with None for an unreadable heartbeat."""
     by_key = {keys.poller + name: name for name in names}
-    async with in_time():
-        values = await redis.mget([*by_key])
+    values = await in_time(redis.mget([*by_key]))
     found = zip(by_key.items(), values, strict=True)
     return {name: skips.open(key, value, HEARTBEAT) for (key, name), value in found if value}
 
@@ -155,11 +153,11 @@ class Assigner:
         """Writes a farewell, so that other pollers take over the replicas at once."""
         farewell, life_ms = Heartbeat((), stopped=True), round(_FAREWELL_S * 1000)
         try:
-            async with in_time(), self._redis.pipeline(transaction=False) as pipe:
+            async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.delete(self._key)  # a full Redis deletes the heartbeat, but stores no farewell
                 pipe.set(self._key, HEARTBEAT.seal(farewell), px=life_ms)
                 pipe.pexpire(self._keys.pollers, life_ms)
-                await pipe.execute()
+                await in_time(pipe.execute())
         except (RedisError, OSError) as error:
             self._outage.failed(error)
 
@@ -177,13 +175,13 @@ class Assigner:
         A full Redis refuses a new poller, but prolongs the last heartbeat of a known poller.
         """
         life_ms = round(LIFE_S * 1000)
-        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
+        async with self._redis.pipeline(transaction=False) as pipe:
             pipe.pexpire(self._key, life_ms)
             pipe.set(self._key, HEARTBEAT.seal(heartbeat), px=life_ms)
             pipe.sadd(self._keys.pollers, self._poller)
             pipe.pexpire(self._keys.pollers, life_ms)
             pipe.smembers(self._keys.pollers)
-            was_known, *refused, names = await pipe.execute(raise_on_error=False)
+            was_known, *refused, names = await in_time(pipe.execute(raise_on_error=False))
         for error in (was_known, names, *(() if was_known else refused)):
             if isinstance(error, RedisError):
                 raise error
@@ -195,8 +193,7 @@ class Assigner:
             return {}
         beats = await _heartbeats(self._redis, self._keys, names, self._skips)
         if dead := names - beats.keys():
-            async with in_time():
-                await self._redis.srem(self._keys.pollers, *dead)
+            await in_time(self._redis.srem(self._keys.pollers, *dead))
         alive = {name: beat for name, beat in beats.items() if beat and not beat.stopped}
         return {name: frozenset(beat.replicas) for name, beat in alive.items()}
 

@@ -65,9 +65,7 @@ class BlockWriter:
 
         Returns the replicas whose next update must be whole, because Redis lacks this update.
         """
-        if not updates:
-            return set()
-        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
+        async with self._redis.pipeline(transaction=False) as pipe:
             for replica, (update, whole) in updates.items():
                 pipe.eval(
                     _WRITE,
@@ -76,20 +74,18 @@ class BlockWriter:
                     b"" if update is whole else BLOCKS.seal(ReplicaBlockUpdate(replica, update)),
                     BLOCKS.seal(ReplicaBlockUpdate(replica, whole)) if whole else b"",
                 )
-            stored = await pipe.execute()
+            stored = await in_time(pipe.execute())
         return {
             replica for replica, is_stored in zip(updates, stored, strict=True) if not is_stored
         }
 
     async def save(self, replica: str, data: bytes) -> None:
         """Stores the position in a replica's event stream, for the next poller."""
-        async with in_time():
-            await self._redis.set(self._keys.kv_stream + replica, data, ex=LIFE_S)
+        await in_time(self._redis.set(self._keys.kv_stream + replica, data, ex=LIFE_S))
 
     async def load(self, replica: str) -> bytes:
         """Returns the position that a poller saved last, or empty bytes if none was saved."""
-        async with in_time():
-            data: Any = await self._redis.get(self._keys.kv_stream + replica)
+        data: Any = await in_time(self._redis.get(self._keys.kv_stream + replica))
         return data or b""
 
 
@@ -134,8 +130,7 @@ class BlockReader(ChannelReader[ReplicaBlockUpdate]):
         key = self._keys.blocks + replica
         self._read_at[replica] = self._clock()
         try:
-            async with in_time():
-                found: Any = await self._redis.lrange(key, 0, -1)
+            found: Any = await in_time(self._redis.lrange(key, 0, -1))
         except ResponseError as error:  # the key holds no list
             self._skips.garbage(key, error)
             return

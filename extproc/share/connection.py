@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable
+from functools import partial
 from random import Random
+from typing import TypeVar
 
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.connection import Connection, SSLConnection
@@ -25,6 +26,8 @@ from extproc.share.location import (
 )
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TIMEOUT_S = 1.0
 """Time without an answer after which Redis counts as away; Redis usually answers within 1 ms."""
@@ -75,7 +78,7 @@ def connect(redis: RedisSettings | str, pool: str) -> Redis:
     a retry reaches the new primary.
 
     The client never retries a command, because only the caller knows if the value is still the
-    newest. The client waits without limit: put ``in_time()`` around each round trip. (Its
+    newest. The client waits without limit: put ``in_time()`` around each answer. (Its
     ``socket_timeout`` can lose a task's cancellation, as ``asyncio.wait_for`` does before Python
     3.12.)
 
@@ -94,11 +97,11 @@ def connect(redis: RedisSettings | str, pool: str) -> Redis:
     if settings.service is not None:
         login = {"username": settings.sentinel_username, "password": settings.sentinel_password}
         nodes = [split_address(address) for address in settings.sentinels]
-        kind, ask = f"{settings.service} of sentinels ", ask_sentinel(settings.service)
+        kind, ask = f"{settings.service} of sentinels ", partial(ask_sentinel, settings.service)
         server = Server(nodes, kind, ask, asking, options | login | {"db": 0})
     elif settings.cluster:
         nodes = [split_address(address) for address in settings.cluster]
-        server = Server(nodes, "cluster ", ask_cluster(Keys(pool).slot), asking, options)
+        server = Server(nodes, "cluster ", partial(ask_cluster, Keys(pool).slot), asking, options)
     connection = LocatedTlsConnection if tls else LocatedConnection
     return Redis.from_pool(ConnectionPool(connection_class=connection, server=server, **options))
 
@@ -109,16 +112,15 @@ def reconnecting(random: Random) -> Backoff:
     return Backoff(0.05, 0.5, random)
 
 
-@asynccontextmanager
-async def in_time(wait_s: float = 0.0) -> AsyncIterator[None]:
-    """Limits the enclosed round trip to ``TIMEOUT_S`` plus ``wait_s``.
+async def in_time(answer: Awaitable[T], wait_s: float = 0.0) -> T:
+    """Waits for Redis's answer, at most ``TIMEOUT_S`` plus ``wait_s``.
 
     Raises:
         redis.exceptions.TimeoutError: the limit is reached.
     """
     try:
         async with asyncio.timeout(wait_s + TIMEOUT_S):
-            yield
+            return await answer
     except TimeoutError:
         raise RedisTimeoutError(f"no answer within {TIMEOUT_S:g} s") from None
 

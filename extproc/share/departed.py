@@ -9,32 +9,22 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.utils import str_if_bytes
 
+from extproc.fleet.members import MODELS_REMEMBERED, REMEMBERED_S
 from extproc.share.connection import Keys, in_time
 
 
-class DepartedModels:
-    """Reads and writes the times when models were last served, in seconds since the epoch.
+async def read_departed(redis: Redis, pool: str) -> dict[str, float]:
+    """Returns the times when models were last served, in seconds since the epoch."""
+    found: Any = await in_time(redis.zrange(Keys(pool).departed_models, 0, -1, withscores=True))
+    return {str_if_bytes(model): at for model, at in found}
 
-    Both methods take at most ``connection.TIMEOUT_S`` and raise RedisError if Redis failed.
-    """
 
-    def __init__(self, redis: Redis, pool: str, most: int, life_s: float) -> None:
-        """``most``: departed models to keep, those served most recently; ``life_s``: seconds for
-        which Redis keeps them after a write."""
-        self._redis = redis
-        self.key = Keys(pool).departed_models
-        self._most = most
-        self._life_s = round(life_s)
-
-    async def read(self) -> dict[str, float]:
-        async with in_time():
-            found: Any = await self._redis.zrange(self.key, 0, -1, withscores=True)
-        return {str_if_bytes(model): at for model, at in found}
-
-    async def write(self, departed: Mapping[str, float]) -> None:
-        """Writes times; if Redis already has a later time of a model, the later time stays."""
-        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
-            pipe.zadd(self.key, dict(departed), gt=True)
-            pipe.zremrangebyrank(self.key, 0, -self._most - 1)
-            pipe.expire(self.key, self._life_s)
-            await pipe.execute()
+async def write_departed(redis: Redis, pool: str, departed: Mapping[str, float]) -> None:
+    """Writes times when models were last served, in seconds since the epoch; a later time of a
+    model in Redis stays. Redis drops all but the models served most recently."""
+    key = Keys(pool).departed_models
+    async with redis.pipeline(transaction=False) as pipe:
+        pipe.zadd(key, dict(departed), gt=True)
+        pipe.zremrangebyrank(key, 0, -MODELS_REMEMBERED - 1)
+        pipe.expire(key, round(REMEMBERED_S))
+        await in_time(pipe.execute())

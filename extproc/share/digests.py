@@ -33,31 +33,22 @@ class Connected:
 DigestEvent = DigestReceived | Connected
 
 
-class DigestWriter:
-    """Writes one router's digests for the pool's routers."""
+async def send_digest(redis: Redis, keys: Keys, digest: Digest) -> str:
+    """Pushes a digest; a whole digest is also stored, for routers that start later.
 
-    def __init__(self, redis: Redis, pool: str) -> None:
-        self._redis = redis
-        self._keys = Keys(pool)
-        self.refusal = ""  # why Redis did not store the last whole digest; empty: it was stored
-
-    async def send(self, digest: Digest) -> None:
-        """Pushes a digest; a whole digest is also stored, for routers that start later.
-
-        A full Redis stores no digest, but still pushes.
-        """
-        data, key = DIGEST.seal(digest), self._keys.router + digest.router
-        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
-            if digest.kind is fleet_digest.DigestKind.WHOLE:
-                pipe.set(key, data, px=_LIFE_MS)
-            elif digest.kind is fleet_digest.DigestKind.FAREWELL:
-                pipe.delete(key)
-            pipe.publish(self._keys.digests, data)
-            *stored, pushed = await pipe.execute(raise_on_error=False)
+    Returns why Redis did not store the digest: a full Redis stores no digest, but still pushes.
+    """
+    data, key = DIGEST.seal(digest), keys.router + digest.router
+    async with redis.pipeline(transaction=False) as pipe:
         if digest.kind is fleet_digest.DigestKind.WHOLE:
-            self.refusal = "".join(str(each) for each in stored if isinstance(each, RedisError))
-        if isinstance(pushed, RedisError):
-            raise pushed
+            pipe.set(key, data, px=_LIFE_MS)
+        elif digest.kind is fleet_digest.DigestKind.FAREWELL:
+            pipe.delete(key)
+        pipe.publish(keys.digests, data)
+        *stored, pushed = await in_time(pipe.execute(raise_on_error=False))
+    if isinstance(pushed, RedisError):
+        raise pushed
+    return "".join(str(each) for each in stored if isinstance(each, RedisError))
 
 
 class DigestReader(ChannelReader[DigestEvent]):
@@ -74,18 +65,15 @@ class DigestReader(ChannelReader[DigestEvent]):
     async def _found(self) -> AsyncIterator[DigestEvent]:
         keys = await keys_after(self._redis, self._keys.router)
         yield Connected()
-        async for page in stored_values(self._redis, keys):
-            for key, data, left_s in page:
-                if digest := self._skips.open(key, data, DIGEST):
-                    yield DigestReceived(digest, max(_LIFE_MS / 1000 - left_s, 0.0))
+        async for page in stored_values(self._redis, keys, self._skips, DIGEST):
+            for digest, left_s in page:
+                yield DigestReceived(digest, max(_LIFE_MS / 1000 - left_s, 0.0))
 
 
 async def living_routers(redis: Redis, pool: str) -> dict[str, str]:
     """Returns the admin address of each router of a pool, by router name; empty if not known."""
-    skips, found = Skips(), dict[str, str]()
+    found = dict[str, str]()
     keys = await keys_after(redis, Keys(pool).router)
-    async for page in stored_values(redis, keys):
-        for key, data, _ in page:
-            if digest := skips.open(key, data, DIGEST):
-                found[digest.router] = digest.admin
+    async for page in stored_values(redis, keys, Skips(), DIGEST):
+        found |= {digest.router: digest.admin for digest, _ in page}
     return found

@@ -35,7 +35,7 @@ class DrainStore:
     """Reads and writes the commands of one pool, as replica (``ip:port``) → True for a drain, False
     for an undrain.
 
-    Each method takes at most ``connection.TIMEOUT_S`` and raises RedisError if Redis failed.
+    Each method raises RedisError if Redis failed or gave no answer within ``connection.TIMEOUT_S``.
     """
 
     def __init__(self, redis: Redis, pool: str, skips: Skips | None = None) -> None:
@@ -52,31 +52,30 @@ class DrainStore:
 
     async def read(self) -> dict[str, bool]:
         """Returns all commands in Redis, except unreadable values."""
-        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
+        async with self._redis.pipeline(transaction=False) as pipe:
             pipe.hgetall(self.key)
             pipe.expire(self.key, _LIFE_S)
             try:
-                values, _ = await pipe.execute()
+                values, _ = await in_time(pipe.execute())
             except NoPermissionError:
                 raise
             except ResponseError:  # a Redis that cannot save its data refuses only EXPIRE
-                values = await self._redis.hgetall(self.key)
+                values = await in_time(self._redis.hgetall(self.key))
         named = {str_if_bytes(key): value for key, value in values.items()}
         found = {key: self._skips.open(key, value, DRAIN) for key, value in named.items()}
         return {key: command.drains for key, command in found.items() if command}
 
     async def write(self, drains: Mapping[str, bool], only_new: bool = False) -> None:
         """Writes commands; ``only_new``: skips replicas for which Redis has a command already."""
-        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
+        async with self._redis.pipeline(transaction=False) as pipe:
             put: Any = pipe.hsetnx if only_new else pipe.hset
             for replica, value in drains.items():
                 put(self.key, replica, DRAIN.seal(Drain(value)))
             pipe.expire(self.key, _LIFE_S)
-            await pipe.execute()
+            await in_time(pipe.execute())
 
     async def forget(self, replicas: Iterable[str]) -> None:
-        async with in_time():
-            await self._redis.hdel(self.key, *replicas)
+        await in_time(self._redis.hdel(self.key, *replicas))
 
 
 class Drains:

@@ -1,8 +1,8 @@
 """Envelopes: the form of all values in Redis, with a tag, a format version, and a body.
 
 The version of a tag is the number of fields of its body. A field may be added at the end, with a
-default: older readers skip and count the field. If a field changes its meaning or is removed, use a
-new tag: older readers skip and count the whole envelope.
+default: older readers skip the field, and count the fields by which the versions differ. If a field
+changes its meaning or is removed, use a new tag: older readers skip and count the whole envelope.
 """
 
 import logging
@@ -13,7 +13,7 @@ from msgspec import Raw, Struct, msgpack, structs
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T", bound=Struct)
+B = TypeVar("B", bound=Struct)  # type of a body
 
 
 class Envelope(Struct, array_like=True, frozen=True):
@@ -24,7 +24,7 @@ class Envelope(Struct, array_like=True, frozen=True):
     body: Raw  # MessagePack
 
 
-class EnvelopeKind(Generic[T]):
+class EnvelopeKind(Generic[B]):
     """Kind of envelope, identified by its tag.
 
     Args:
@@ -36,17 +36,16 @@ class EnvelopeKind(Generic[T]):
     def __init__(
         self,
         tag: str,
-        body: type[T],
+        body: type[B],
         pack: Callable[[Any], Any] | None = None,
         unpack: Callable[[type, Any], Any] | None = None,
     ) -> None:
         self.tag = tag
-        self.body = body
         self.version = _number_of_fields(body)
         self._encode = msgpack.Encoder(enc_hook=pack).encode
         self.decode = msgpack.Decoder(body, dec_hook=unpack).decode
 
-    def seal(self, body: T) -> bytes:
+    def seal(self, body: B) -> bytes:
         return _ENCODER.encode(Envelope(self.tag, self.version, Raw(self._encode(body))))
 
 
@@ -77,7 +76,7 @@ class Skips:
                 return None
             body = kind.decode(envelope.body)
             if envelope.version > kind.version:
-                self._skip("unknown_field", _unknown(msgpack.decode(envelope.body), kind.body))
+                self._skip("unknown_field", envelope.version - kind.version)
         except (ValueError, TypeError, RecursionError) as error:
             self.garbage(source, error)
             return None
@@ -119,22 +118,6 @@ def _number_of_fields(body: type) -> int:
     fields = structs.fields(body)
     nested = (_nested(field.type) for field in fields)
     return len(fields) + sum(_number_of_fields(type_) for type_ in nested if type_)
-
-
-def _unknown(value: Any, body: type) -> int:
-    """Counts the fields of a decoded value that the type ``body`` lacks."""
-    fields = structs.fields(body)
-    if isinstance(value, dict):
-        unknown = len(value.keys() - {field.name for field in fields})
-        known = [(value[field.name], field.type) for field in fields if field.name in value]
-    else:
-        unknown = max(len(value) - len(fields), 0)
-        known = [(part, field.type) for part, field in zip(value, fields, strict=False)]
-    for part, type_ in known:
-        if nested := _nested(type_):
-            parts = part if get_origin(type_) is tuple else [part]
-            unknown += sum(_unknown(each, nested) for each in parts)
-    return unknown
 
 
 def _nested(type_: Any) -> type | None:

@@ -4,7 +4,7 @@ With 500 names in every state, each router would receive 8 MB/s. Redis stores ea
 longer than the states that refer to the list. If Redis lacks a list, states carry the list.
 """
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
@@ -70,34 +70,28 @@ class KnownLists:
         """Puts the lists into the states that have a hash instead. Drops a state whose list Redis
         lacks; the replica's next state carries the list itself."""
         listed = [change for change in changes if isinstance(change, Put) and change.lists]
-        known = dict(
+        known: dict[str, Lists | None] = dict(
             self._last[change.state.id] for change in listed if change.state.id in self._last
         )
         if unknown := sorted({change.lists for change in listed} - known.keys()):
             known |= await self._read(unknown)
-        self._last |= {
-            change.state.id: (change.lists, known[change.lists])
-            for change in listed
-            if change.lists in known
-        }
-        completed = (_completed(change, known) for change in changes)
-        return [change for change in completed if change is not None]
+        completed = []
+        for change in changes:
+            if not (isinstance(change, Put) and change.lists):
+                completed.append(change)
+            elif lists := known.get(change.lists):
+                self._last[change.state.id] = change.lists, lists
+                models, adapters = lists.models, lists.adapters
+                state = structs.replace(change.state, models=models, adapters=adapters)
+                completed.append(Put(state))
+        return completed
 
-    async def _read(self, names: list[str]) -> dict[str, Lists]:
+    async def _read(self, names: list[str]) -> dict[str, Lists | None]:
+        """Returns the named lists in Redis, with None for unreadable lists."""
         keys = [self._key + name for name in names]
-        async with in_time():
-            values = await self._redis.mget(keys)
-        found = {
+        values = await in_time(self._redis.mget(keys))
+        return {
             name: self._skips.open(key, value, LISTS)
             for name, key, value in zip(names, keys, values, strict=True)
             if value is not None
         }
-        return {name: lists for name, lists in found.items() if lists is not None}
-
-
-def _completed(change: Any, known: Mapping[str, Lists]) -> Any:
-    if not (isinstance(change, Put) and change.lists):
-        return change
-    if (lists := known.get(change.lists)) is None:
-        return None
-    return Put(structs.replace(change.state, models=lists.models, adapters=lists.adapters))

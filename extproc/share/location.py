@@ -2,7 +2,8 @@
 again."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from redis.asyncio.connection import Connection, SSLConnection
@@ -11,99 +12,71 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.utils import str_if_bytes
 
 from extproc.ground.address import is_ip, join_address
-from extproc.ground.runtime import look_up
+from extproc.ground.runtime import look_up, started
 
 Node = tuple[str, int]  # host and port
 Ask = Callable[[Connection, Node], Awaitable[Node]]
 
 
+@dataclass(eq=False, repr=False)  # the options have a password
 class Server:
-    """Server that accepts writes, and how to find it.
+    """Server that accepts writes, and how to find it."""
 
-    Args:
-        nodes: address of the server itself or, with ``ask``, of nodes that know the server's
-            address.
-        kind: kind of the nodes, for logs.
-        ask: asks a node, over a connection, for the server's address.
-        connection: class of the connection to a node, created with redis-py's ``options``.
-    """
-
-    def __init__(
-        self,
-        nodes: Sequence[Node],
-        kind: str = "",
-        ask: Ask | None = None,
-        connection: type[Connection] = Connection,
-        options: dict[str, Any] | None = None,
-    ) -> None:
-        self._nodes = nodes
-        self._kind = kind
-        self._ask = ask
-        self._connection = connection
-        self._options = options or {}
+    nodes: Sequence[Node]  # the server itself or, with ``ask``, nodes that know its address
+    kind: str = ""  # kind of the nodes, for logs
+    ask: Ask | None = None  # asks a node, over a connection, for the server's address
+    connection: type[Connection] = Connection  # class of the connection to a node
+    options: Mapping[str, Any] = field(default_factory=dict)  # redis-py's, of this connection
 
     def __str__(self) -> str:
-        return self._kind + ",".join(join_address(*node) for node in self._nodes)
+        return self.kind + ",".join(join_address(*node) for node in self.nodes)
 
     async def find(self) -> Node:
         """Asks all nodes for the server; the first answer counts, because some may hang."""
-        if self._ask is None:
-            return self._nodes[0]
+        if self.ask is None:
+            return self.nodes[0]
         problems = []
-        tasks = [asyncio.ensure_future(self._found_by(self._ask, node)) for node in self._nodes]
-        try:
-            for answer in asyncio.as_completed(tasks):
+        async with started(*(self._found_by(self.ask, node) for node in self.nodes)) as answers:
+            for answer in asyncio.as_completed(answers):
                 try:
                     return await answer
                 except (RedisError, OSError) as error:
                     problems.append(str(error))
-            raise RedisConnectionError("; ".join(dict.fromkeys(problems)))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        raise RedisConnectionError("; ".join(dict.fromkeys(problems)))
 
     async def _found_by(self, ask: Ask, node: Node) -> Node:
         host, port = node
         await _resolve(host)
-        connection = self._connection(host=host, port=port, **self._options)
+        connection = self.connection(host=host, port=port, **self.options)
         try:
             return await ask(connection, node)
         finally:
             await connection.disconnect(nowait=True)  # nothing could interrupt the wait
 
 
-def ask_sentinel(service: str) -> Ask:
-    """Returns a function that asks a Sentinel for the address of a service's primary."""
-
-    async def ask(connection: Connection, node: Node) -> Node:
-        await connection.send_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", service)
-        answer: Any = await connection.read_response()
-        if answer is None:
-            where = join_address(*node)
-            raise RedisConnectionError(f"sentinel {where} knows no service {service!r}")
-        host, port = map(str_if_bytes, answer)
-        return host, int(port)
-
-    return ask
+async def ask_sentinel(service: str, connection: Connection, node: Node) -> Node:
+    """Asks a Sentinel for the address of a service's primary."""
+    await connection.send_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", service)
+    answer: Any = await connection.read_response()
+    if answer is None:
+        where = join_address(*node)
+        raise RedisConnectionError(f"sentinel {where} knows no service {service!r}")
+    host, port = map(str_if_bytes, answer)
+    return host, int(port)
 
 
-def ask_cluster(key: str) -> Ask:
-    """Returns a function that asks a Cluster node which node serves the hash slot of ``key``.
+async def ask_cluster(key: str, connection: Connection, node: Node) -> Node:
+    """Asks a Cluster node which node serves the hash slot of ``key``.
 
     All keys of a pool are in one slot. So a plain connection to that node supports pipelines,
     transactions, scripts, scans and pub/sub.
     """
-
-    async def ask(connection: Connection, node: Node) -> Node:
-        try:
-            await connection.send_command("EXISTS", key)
-            await connection.read_response()
-        except MovedError as moved:
-            return moved.host or node[0], moved.port  # empty host: the same host
-        return node
-
-    return ask
+    try:
+        await connection.send_command("EXISTS", key)
+        await connection.read_response()
+    except MovedError as moved:
+        return moved.host or node[0], moved.port  # empty host: the same host
+    return node
 
 
 async def _resolve(host: str) -> None:

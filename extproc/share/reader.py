@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from redis.utils import str_if_bytes
 
 from extproc.share.connection import TIMEOUT_S, Keys, in_time, reconnecting
-from extproc.share.envelope import Skips
+from extproc.share.envelope import B, EnvelopeKind, Skips
 
 _SCAN_PAGE = 1000
 _VALUES_PAGE = 64  # values that are read at once
@@ -29,30 +29,31 @@ async def keys_after(redis: Redis, beginning: str) -> list[str]:
     keys: set[str] = set()
     cursor = 0
     while True:
-        async with in_time():
-            cursor, page = await redis.scan(cursor, match=f"{beginning}*", count=_SCAN_PAGE)
+        scan = redis.scan(cursor, match=f"{beginning}*", count=_SCAN_PAGE)
+        cursor, page = await in_time(scan)
         keys.update(map(str_if_bytes, page))
         if cursor == 0:
             return sorted(keys)
 
 
 async def stored_values(
-    redis: Redis, keys: Sequence[str]
-) -> AsyncIterator[list[tuple[str, bytes, float]]]:
-    """Yields pages of (key, value, seconds until the key expires) for the keys that hold a string.
+    redis: Redis, keys: Sequence[str], skips: Skips, kind: EnvelopeKind[B]
+) -> AsyncIterator[list[tuple[B, float]]]:
+    """Yields pages of (body, seconds until the key expires) for the keys whose value can be read.
     Lets other tasks run after each page."""
     for first in range(0, len(keys), _VALUES_PAGE):
         page = keys[first : first + _VALUES_PAGE]
-        async with in_time(), redis.pipeline(transaction=False) as pipe:
+        async with redis.pipeline(transaction=False) as pipe:
             for key in page:
                 pipe.get(key)
                 pipe.pttl(key)
-            found = await pipe.execute(raise_on_error=False)
-        yield [
-            (key, value, max(left_ms, 0) / 1000)
+            found = await in_time(pipe.execute(raise_on_error=False))
+        opened = [
+            (skips.open(key, value, kind), max(left_ms, 0) / 1000)
             for key, value, left_ms in zip(page, found[::2], found[1::2], strict=True)
             if isinstance(value, bytes) and isinstance(left_ms, int)
         ]
+        yield [(body, left_s) for body, left_s in opened if body is not None]
 
 
 class Reader(ABC, Generic[T]):
@@ -96,8 +97,7 @@ class ChannelReader(Reader[T]):
 
     async def _connected(self) -> AsyncGenerator[T]:
         async with self._redis.pubsub() as pubsub, aclosing(_messages_of(pubsub)) as messages:
-            async with in_time():
-                await pubsub.subscribe(self._channel)
+            await in_time(pubsub.subscribe(self._channel))
             async for message in messages:
                 if message["type"] == "subscribe":
                     # The channel brings every change from now on. redis-py resubscribes if needed.
@@ -127,8 +127,8 @@ async def _messages_of(pubsub: PubSub) -> AsyncGenerator[dict[str, Any]]:
     """Yields messages; asks Redis for an answer if none arrive, to detect a dead connection."""
     asked = False
     while True:
-        async with in_time(TIMEOUT_S):  # get_message reconnects without a time limit
-            message = await pubsub.get_message(timeout=TIMEOUT_S)
+        # get_message reconnects without a time limit.
+        message = await in_time(pubsub.get_message(timeout=TIMEOUT_S), TIMEOUT_S)
         if message is not None:
             asked = False
             yield message
@@ -142,5 +142,4 @@ async def _messages_of(pubsub: PubSub) -> AsyncGenerator[dict[str, Any]]:
 async def _ask_for_answer(pubsub: PubSub) -> None:
     """Makes Redis send a message of the type ``unsubscribe``. PING does not suit:
     a Redis that cannot save its data refuses PING, and the reader would reconnect without end."""
-    async with in_time():
-        await pubsub.unsubscribe(_NO_CHANNEL)
+    await in_time(pubsub.unsubscribe(_NO_CHANNEL))

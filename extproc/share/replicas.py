@@ -6,6 +6,7 @@ next arrives.
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 from msgspec import Struct
@@ -88,22 +89,19 @@ class StateWriter:
         # Lists live twice as long as states, so that readers find the lists of each state.
         options = (len(keys), self._ttl_ms, 2 * self._ttl_ms, self._keys.changes)
         keys += lists
-        async with in_time():
-            values = [sealed(state) for state in states]
-            if await self._redis.eval(_PUT, len(keys), *keys, *options, *values):
-                values = [PUT.seal(Put(state)) for state in states]
-                await self._redis.eval(_PUT, len(keys), *keys, *options, *values, *lists.values())
+        put = partial(self._redis.eval, _PUT, len(keys), *keys, *options)
+        if await in_time(put(*(sealed(state) for state in states))):
+            whole = [PUT.seal(Put(state)) for state in states]
+            await in_time(put(*whole, *lists.values()))
 
     async def remove(self, replicas: Sequence[str]) -> None:
-        if not replicas:
-            return
         keys = self._keys
         # In a transaction, a Redis that refuses to delete would also publish nothing.
-        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
+        async with self._redis.pipeline(transaction=False) as pipe:
             for replica in replicas:
                 pipe.delete(*(key + replica for key in (keys.replica, keys.blocks, keys.kv_stream)))
                 pipe.publish(keys.changes, sealed_list(REMOVED.seal(Removed(replica))))
-            await pipe.execute()
+            await in_time(pipe.execute())
 
 
 class StateReader(ChannelReader[Change]):
@@ -116,13 +114,9 @@ class StateReader(ChannelReader[Change]):
     def __init__(self, redis: Redis, pool: str, random: Random, skips: Skips | None = None) -> None:
         super().__init__(redis, pool, random, skips)
         self._channel = self._keys.changes
-        self._outage = outage(redis)
+        self.outage = outage(redis)
         self._scraped_at: dict[str, float] = {}  # in the snapshot; empty: no older states come
         self._lists = KnownLists(redis, pool, self._skips)
-
-    @property
-    def lost(self) -> bool:
-        return bool(self._outage.problem)
 
     async def read(self, replicas: Iterable[str] | None = None) -> Snapshot:
         """Returns the states that Redis has of these replicas; None: of all replicas."""
@@ -132,18 +126,15 @@ class StateReader(ChannelReader[Change]):
             keys = [self._keys.replica + replica for replica in replicas]
         states: list[ReplicaState] = []
         ages: dict[str, float] = {}
-        async for page in stored_values(self._redis, keys):
-            opened = [self._skips.open(key, value, PUT) for key, value, _ in page]
-            for put, (*_, left_s) in zip(opened, page, strict=True):
-                if put:
-                    ages[put.state.id] = max(put.state.life_s - left_s, 0.0)
-            puts = await self._lists.complete([put for put in opened if put])
+        async for page in stored_values(self._redis, keys, self._skips, PUT):
+            ages |= {put.state.id: max(put.state.life_s - left_s, 0.0) for put, left_s in page}
+            puts = await self._lists.complete([put for put, _ in page])
             states += [put.state for put in puts]
         return Snapshot(tuple(states), ages)
 
     async def _found(self) -> AsyncIterator[Change]:
         snapshot = await self.read()
-        self._outage.recovered()
+        self.outage.recovered()
         self._scraped_at = {state.id: state.scraped_at for state in snapshot.states}
         self._lists.keep(self._scraped_at)
         yield snapshot
@@ -172,4 +163,4 @@ class StateReader(ChannelReader[Change]):
         self._scraped_at.clear()
 
     def _failed(self, error: Exception) -> None:
-        self._outage.failed(error)
+        self.outage.failed(error)

@@ -3,16 +3,17 @@
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
 from random import Random
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from msgspec import Struct
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 from redis.utils import str_if_bytes
 
 from extproc.fleet.announcements import SentPrompt
 from extproc.fleet.held_blocks import pack, unpack
-from extproc.share.connection import TIMEOUT_S, in_time
-from extproc.share.envelope import EnvelopeKind, Skips
+from extproc.share.connection import TIMEOUT_S, in_time, reconnecting
+from extproc.share.envelope import B, EnvelopeKind, Skips
 from extproc.share.reader import Reader
 
 _PAGE = 100  # entries in a read, which block the event loop for some 5 ms
@@ -20,8 +21,6 @@ _BLOCK_MS = round(TIMEOUT_S * 500)  # longest time for which Redis waits for an 
 _LIFE_S = 86_400  # life of a stream, from the last entry on
 _NONE = "0-0"  # precedes the id of every entry
 _FIELD = ""  # an entry's only field
-
-B = TypeVar("B", bound=Struct)
 
 
 class Owner(Struct, array_like=True, frozen=True):
@@ -42,27 +41,23 @@ OWNER = EnvelopeKind("owner", Owner)
 PROMPTS = EnvelopeKind("sent_prompts", Prompts, pack, unpack)
 
 
-class StreamWriter(Generic[B]):
-    """Appends entries of one kind; Redis stores about the last ``most`` entries."""
-
-    def __init__(self, redis: Redis, key: str, kind: EnvelopeKind[B], most: int) -> None:
-        self._redis = redis
-        self.key = key
-        self._kind = kind
-        self._most = most
-
-    async def send(self, bodies: Iterable[B]) -> None:
-        """Appends entries in one round trip.
-
-        Raises:
-            RedisError: Redis did not accept all entries.
-        """
-        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
-            for body in bodies:
-                fields: Any = {_FIELD: self._kind.seal(body)}
-                pipe.xadd(self.key, fields, maxlen=self._most, approximate=True)
-            pipe.expire(self.key, _LIFE_S)
-            await pipe.execute()
+async def append(
+    redis: Redis, key: str, kind: EnvelopeKind[B], most: int, bodies: Iterable[B]
+) -> None:
+    """Appends entries to a stream in one round trip; while Redis is away, tries again and again.
+    Redis stores about the last ``most`` entries."""
+    entries: list[Any] = [{_FIELD: kind.seal(body)} for body in bodies]
+    backoff = reconnecting(Random())
+    while True:
+        try:
+            async with redis.pipeline(transaction=False) as pipe:
+                for entry in entries:
+                    pipe.xadd(key, entry, maxlen=most, approximate=True)
+                pipe.expire(key, _LIFE_S)
+                await in_time(pipe.execute())
+            return
+        except (RedisError, OSError):
+            await asyncio.sleep(backoff.next())
 
 
 class StreamReader(Reader[B]):
@@ -98,15 +93,13 @@ class StreamReader(Reader[B]):
             await asyncio.sleep(0)  # lets requests run between pages
 
     async def _last(self) -> str:
-        async with in_time():
-            found: Any = await self._redis.xrevrange(self.key, count=1)
+        found: Any = await in_time(self._redis.xrevrange(self.key, count=1))
         return str_if_bytes(found[0][0]) if found else _NONE
 
     async def _entries(self) -> list[tuple[bytes | str, dict[bytes, bytes]]]:
         """Returns the next entries; waits up to half a second for the first entry."""
         key: Any = {self.key: self._after}
-        async with in_time():
-            found: Any = await self._redis.xread(key, count=_PAGE, block=_BLOCK_MS)
+        found: Any = await in_time(self._redis.xread(key, count=_PAGE, block=_BLOCK_MS))
         if isinstance(found, dict):  # RESP3: {key: [[entry, …]]}
             return [entry for entries in found.values() for entry in entries[0]]
         return [entry for _, entries in found for entry in entries]

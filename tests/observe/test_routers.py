@@ -19,7 +19,8 @@ from extproc.lab.harness.processes import free_port
 from extproc.proxy.app import build
 from extproc.proxy.services import Services
 from extproc.share import digests
-from extproc.share.digests import DigestWriter
+from extproc.share.connection import Keys
+from extproc.share.digests import send_digest
 from tests.certificates import Authority
 from tests.conftest import RedisServer
 from tests.fakes import ManualClock, chat, state
@@ -59,7 +60,7 @@ async def publish(redis_client: Redis, monkeypatch: pytest.MonkeyPatch) -> Publi
     async def publish(process: str, admin: str, pool: str = "default") -> None:
         name = f"{process}:{pool}"
         whole = Digest(name, 1, 1.0, DigestKind.WHOLE, (), NOTHING, admin)
-        await DigestWriter(redis_client, pool).send(whole)
+        await send_digest(redis_client, Keys(pool), whole)
 
     return publish
 

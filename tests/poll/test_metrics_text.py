@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec import msgpack
 from msgspec.structs import replace
 
-from extproc.poll.metrics_text import MetricsError, PageFigures, read_metrics
+from extproc.poll.metrics_text import PageFigures, ScrapeError, read_metrics
 from extproc.replica_state import ReplicaState
 from tests.examples import examples
 
@@ -152,13 +152,13 @@ def test_invalid_block_size_defaults_to_16_tokens(size: bytes) -> None:
     ],
 )
 def test_page_of_another_server_is_refused(page: bytes) -> None:
-    with pytest.raises(MetricsError, match="is this vLLM"):
+    with pytest.raises(ScrapeError, match="is this vLLM"):
         read_metrics(page)
 
 
 @pytest.mark.parametrize("value", [b"", b"many", b"NaN", b"+Inf", b"-1.0", b"1e300", b"\xff"])
 def test_value_that_no_vllm_reports_is_refused(value: bytes) -> None:
-    with pytest.raises(MetricsError, match="num_requests_running"):
+    with pytest.raises(ScrapeError, match="num_requests_running"):
         read_metrics(b'vllm:num_requests_running{model_name="m"} ' + value + b"\n")
 
 
@@ -212,7 +212,7 @@ def test_any_page_is_read_or_refused(page: bytes) -> None:
     """Accepted figures make a state that Redis can carry."""
     try:
         figures = read_metrics(page)
-    except MetricsError:
+    except ScrapeError:
         return
     state = ReplicaState(id="10.0.0.1:80", **figures.of_state())
     assert msgpack.decode(msgpack.encode(state), type=ReplicaState) == state

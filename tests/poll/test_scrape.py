@@ -8,9 +8,9 @@ import pytest
 from aiohttp import ClientSession, web
 
 from extproc.lab.harness.processes import free_port
+from extproc.poll.metrics_text import ScrapeError
 from extproc.poll.models import read_models
 from extproc.poll.scrape import (
-    ScrapeError,
     SilentError,
     open_session,
     responds,

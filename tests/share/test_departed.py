@@ -4,7 +4,7 @@ import pytest
 from redis.asyncio import Redis
 
 from extproc.ground.clock import monotonic
-from extproc.share.departed import DepartedModels
+from extproc.share import departed
 from tests.conftest import RedisServer
 from tests.fakes import MODEL, replica
 from tests.share.conftest import router
@@ -27,9 +27,12 @@ async def test_restarted_router_knows_departed_models(
         assert not fleet.members.served_lately("other", monotonic())
 
 
-async def test_departed_models_are_bounded(redis_client: Redis) -> None:
-    models = DepartedModels(redis_client, "test", most=2, life_s=60.0)
-    await models.write({"a": 1.0, "b": 2.0, "c": 3.0})
-    await models.write({"c": 2.5})
-    assert await models.read() == {"b": 2.0, "c": 3.0}
-    assert 0 < await redis_client.ttl(models.key) <= 60
+async def test_departed_models_are_bounded(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(departed, "MODELS_REMEMBERED", 2)
+    monkeypatch.setattr(departed, "REMEMBERED_S", 60.0)
+    await departed.write_departed(redis_client, "test", {"a": 1.0, "b": 2.0, "c": 3.0})
+    await departed.write_departed(redis_client, "test", {"c": 2.5})
+    assert await departed.read_departed(redis_client, "test") == {"b": 2.0, "c": 3.0}
+    assert 0 < await redis_client.ttl("{test}:departed-models") <= 60

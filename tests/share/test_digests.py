@@ -20,8 +20,8 @@ from extproc.share.digests import (
     DigestEvent,
     DigestReader,
     DigestReceived,
-    DigestWriter,
     living_routers,
+    send_digest,
 )
 from tests.conftest import Logged, RedisServer
 from tests.fakes import A10, MODEL, ManualClock, chat, fleet_of, replica
@@ -57,13 +57,13 @@ class Peer:
     def __init__(self, redis: Redis) -> None:
         self.fleet = fleet_of(ManualClock(), A10)
         self.fleet.dispatch(replica(1), chat(100))
-        self.writer = DigestWriter(redis, "test")
+        self.push = partial(send_digest, redis, Keys("test"))
 
     async def send(self) -> bytes:
         self.fleet.digests.repeat()
         digest = self.fleet.digests.due(0.0)
         assert digest is not None
-        await self.writer.send(digest)
+        await self.push(digest)
         return DIGEST.seal(digest)
 
 
@@ -93,7 +93,7 @@ async def test_digest_reader_gets_present_and_later_digests(
         assert 0 <= found.age <= monotonic() - began + 0.01
         second = await peer.send()
         assert DIGEST.seal(await heard(following)) == second
-        await peer.writer.send(last := peer.fleet.digests.farewell())
+        await peer.push(last := peer.fleet.digests.farewell())
         assert DIGEST.seal(await heard(following)) == DIGEST.seal(last)
         assert not await redis_client.exists(key)
 
@@ -105,7 +105,7 @@ async def test_living_routers_are_found_by_name(redis_client: Redis, peer: Peer)
     await redis_client.set(Keys("test").router + "garbage", b"\x63 a later version")
     assert await living_routers(redis_client, "test") == {peer.fleet.router: "10.0.0.1:9090"}
     assert await living_routers(redis_client, "other") == {}
-    await peer.writer.send(peer.fleet.digests.farewell())
+    await peer.push(peer.fleet.digests.farewell())
     assert await living_routers(redis_client, "test") == {}
 
 

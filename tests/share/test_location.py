@@ -32,8 +32,7 @@ def test_failed_lookup_after_the_time_limit_is_not_reported(
         loop.set_exception_handler(lambda _, context: reports.append(context))
         async with connect(f"redis://{NAME}:1/0", "default") as redis:
             with pytest.raises((RedisError, TimeoutError)):
-                async with in_time():
-                    await redis.ping()
+                await in_time(redis.ping())
         await until(lambda: looked_up)
         await asyncio.sleep(0.01)  # a report would be made in the next round of the loop
 

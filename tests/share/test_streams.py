@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -17,7 +18,7 @@ from extproc.request.endpoint import Endpoint
 from extproc.request.prefix import UNIT_BYTES, Prefix, prefix_of
 from extproc.request.profile import RequestProfile
 from extproc.share.connection import Keys, connect
-from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts, StreamReader, StreamWriter
+from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts, StreamReader, append
 from tests.conftest import RedisServer
 from tests.fakes import MODEL, replica
 from tests.share.conftest import Pair, router
@@ -139,13 +140,13 @@ async def is_reading(client: Redis) -> bool:
 
 
 async def test_disconnected_reader_resumes(redis_server: RedisServer, redis_client: Redis) -> None:
-    writer = StreamWriter(redis_client, Keys("test").responses, OWNER, 100)
+    send = partial(append, redis_client, Keys("test").responses, OWNER, 100)
     async with reading(redis_server.url) as following:
-        await writer.send([Owner("resp_1", replica(2))])
+        await send([Owner("resp_1", replica(2))])
         assert await following() == "resp_1"
         await until(lambda: is_reading(redis_client))
         assert await redis_client.client_kill_filter(_type="normal", skipme=True)
-        await writer.send([Owner("resp_2", replica(2))])
+        await send([Owner("resp_2", replica(2))])
         assert await following() == "resp_2"
 
 
@@ -159,8 +160,7 @@ async def test_reader_tolerates_earlier_redis_clock(redis_server: RedisServer) -
         await redis_server.kill()
         await redis_server.start()
         async with connect(redis_server.url, "test") as client:
-            writer = StreamWriter(client, Keys("test").responses, OWNER, 100)
-            await writer.send([Owner("resp_2", replica(2))])
+            await append(client, Keys("test").responses, OWNER, 100, [Owner("resp_2", replica(2))])
             assert await following() == "resp_2"
 
 
