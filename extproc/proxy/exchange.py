@@ -143,7 +143,7 @@ class Exchange:
                     self._in_flight, self._observed = self._observed.answered(message), None
                 reads = self._in_flight is not None and self._in_flight.response_headers(message)
                 comes = message.response_headers.end_of_stream or self._returns_chunks
-                return messages.proceed(phase) if comes or not reads else messages.watch_response()
+                return messages.proceed(phase) if comes or not reads else messages.WATCH_RESPONSE
             case "response_body":
                 if self._in_flight is not None:
                     self._in_flight.response_chunk(message.response_body)
@@ -234,7 +234,7 @@ class Exchange:
             reply = messages.send_to(phase, self.destination(decision))
         else:
             headers = phase == "request_headers"
-            reply = messages.leave_alone() if headers else messages.proceed(phase)
+            reply = messages.LEAVE_ALONE if headers else messages.proceed(phase)
         await self.write(reply)
 
     def dispatch(self, decision: Decision, waited: float = 0.0, reason: str = "") -> None:

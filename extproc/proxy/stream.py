@@ -250,4 +250,4 @@ def _request_body(exchange: Exchange) -> bytes:
     exchange.response_visible = visible
     if visible:
         return messages.proceed("request_headers")
-    return messages.body_only()
+    return messages.BODY_ONLY
