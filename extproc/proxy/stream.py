@@ -46,8 +46,7 @@ async def stream(exchange: Exchange) -> None:
             await exchange.refuse(refusal)
         finally:
             exchange.body.release()
-        while True:
-            await exchange.answer_next()
+        await exchange.read()
     except Left:
         pass
     finally:
@@ -216,7 +215,7 @@ async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
                 exchange.unread(message)
                 break
         reply = exchange.reply_to(message)
-        del message  # as in Exchange.answer_next
+        del message  # as in Exchange.read
         await exchange.write(reply)
         if body.whole or enough:
             break
