@@ -89,9 +89,8 @@ async def _headers_first(exchange: Exchange) -> None:
     headers = await _read_headers(exchange)
     if headers is None:
         return
-    large = headers.readable and (headers.length or 0) > LARGE_BODY
-    unread_model = (exchange.only_model or "") if large else ""
-    if unread_model or not headers.readable:
+    large = (headers.length or 0) > LARGE_BODY
+    if large and (unread_model := exchange.only_model):
         await exchange.write(await admit(exchange, "request_headers", unread_model))
         return
     await exchange.write(_request_body(exchange))
@@ -105,11 +104,7 @@ async def _full_duplex(exchange: Exchange) -> None:
     A gateway has no fallback of its own. The router answers the headers after it has read the body,
     which comes in chunks. The replies then return the whole body to Envoy, chunk by chunk.
     """
-    headers = await _read_headers(exchange)
-    if headers is None:
-        return
-    if not headers.readable:
-        await exchange.write(await admit(exchange, "request_headers"))
+    if await _read_headers(exchange) is None:
         return
     trailers = await _read_chunks(exchange)
     reply = await admit(exchange, "request_headers")
@@ -157,7 +152,8 @@ async def _read_chunks(exchange: Exchange) -> bool:
 
 
 async def _read_headers(exchange: Exchange) -> RequestHeaders | None:
-    """Reads the headers. Returns None if the request is already answered, or left to Envoy."""
+    """Reads the headers. Returns None unless the router has to read the body: the request is left
+    to Envoy, or its headers are already answered."""
     request = await exchange.read("request_headers")
     message = request.request_headers
     values = messages.headers_of(message, header_names(exchange.services.config))
@@ -168,8 +164,8 @@ async def _read_headers(exchange: Exchange) -> RequestHeaders | None:
     if not exchange.steered:
         await _observe(exchange, request)
         return None
-    if message.end_of_stream:
-        exchange.body.whole = True
+    if message.end_of_stream or not headers.readable:
+        exchange.body.whole = message.end_of_stream
         await exchange.write(await admit(exchange, "request_headers"))
         return None
     return headers
