@@ -59,9 +59,9 @@ async def _body_first(exchange: Exchange) -> None:
     The message with the body carries the headers that the router needs, as attributes. The stream
     of a request without a body, such as a GET, begins with the response, or has no message at all.
     """
-    config = exchange.services.config
+    names = header_names(exchange.services.config.headers)
     message = await exchange.read("request_body")
-    values = {":method": "POST"} | messages.attributes_of(message, header_names(config))
+    values = {":method": "POST"} | messages.attributes_of(message, names)
     headers = exchange.inference_headers(values)
     if headers is None or _has_unserved_mode(exchange):
         await exchange.pass_through("request_body", values)
@@ -156,7 +156,7 @@ async def _read_headers(exchange: Exchange) -> RequestHeaders | None:
     to Envoy, or its headers are already answered."""
     request = await exchange.read("request_headers")
     message = request.request_headers
-    values = messages.headers_of(message, header_names(exchange.services.config))
+    values = messages.headers_of(message, header_names(exchange.services.config.headers))
     headers = exchange.inference_headers(values)
     if headers is None or _has_unserved_mode(exchange):
         await exchange.pass_through("request_headers", values)
