@@ -49,7 +49,7 @@ CHATML = """\
 IN_PARTS = """\
 {%- for message in messages %}{{ bos_token }}
 {%- if message.role == 'odd' %}{{ raise_exception('no such role') }}{% endif %}
-{%- if message.content is string %}{{ message.content }}
+{%- if message.content is string %}{% generation %}{{ message.content }}{% endgeneration %}
 {%- else %}{% for part in message['content'] %}[{{ part.text }}]{% endfor %}{% endif %}
 {%- endfor %}"""
 TEXT = " ".join(f"number {number} of {number % 7} things, né?\n" for number in range(20_000))
