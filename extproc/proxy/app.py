@@ -109,10 +109,10 @@ def build(
         OSError, ValueError: as :func:`run_router`.
     """
     random, names = Random(config.route.seed), ModelNames(config.route.models)
-    metrics = RouterMetrics(registry)
+    metrics, request = RouterMetrics(registry), config.request
     return Services(
         **parts_of_pool(config, names, random, clock, wall),
-        tokens=TokenCounter(config.request),
+        tokens=TokenCounter(request.bytes_per_token, request.image_tokens, request.tokenizers),
         log=DecisionLog(config.serve.decisions_kept),
         metrics=metrics,
         history=History(metrics, clock),

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.config import RequestSettings
 from extproc.request.tokens import TokenCounter
+from tests.request.conftest import counter_of
 
 
 @pytest.fixture
 def counter() -> TokenCounter:
-    return TokenCounter(RequestSettings(bytes_per_token=4.0))
+    return counter_of(bytes_per_token=4.0)
 
 
 def test_ratio_starts_from_the_configuration(counter: TokenCounter) -> None:
@@ -52,7 +52,7 @@ def test_implausible_reports_change_nothing(
 
 @given(st.lists(st.tuples(st.integers(), st.integers()), max_size=50))
 def test_ratio_stays_plausible_after_any_reports(reports: list[tuple[int, int]]) -> None:
-    counter = TokenCounter(RequestSettings(bytes_per_token=4.0))
+    counter = counter_of(bytes_per_token=4.0)
     for report in reports:
         counter.learn("m", *report)
     assert 0.5 <= counter.bytes_per_token("m") <= 32.0
