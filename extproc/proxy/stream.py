@@ -239,10 +239,10 @@ def _request_body(exchange: Exchange) -> bytes:
     recovered, or if the replica stores the response under an id.
     """
     services = exchange.services
-    visible = services.responses.takes(services.clock(), 1.0)
-    visible |= services.fleet.eligibility.has_suspects
-    visible |= exchange.endpoint is Endpoint.RESPONSES
-    exchange.response_visible = visible
-    if visible:
-        return messages.proceed("request_headers")
-    return messages.BODY_ONLY
+    exchange.response_visible = (
+        services.responses.takes(services.clock(), 1.0)
+        or services.fleet.eligibility.has_suspects
+        or exchange.endpoint is Endpoint.RESPONSES
+    )
+    with_response = messages.proceed("request_headers")
+    return with_response if exchange.response_visible else messages.BODY_ONLY
