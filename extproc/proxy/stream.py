@@ -147,7 +147,8 @@ async def _read_chunks(exchange: Exchange) -> bool:
         if short:
             raise NoMemory
         if limit == BODY_LIMIT_BYTES:
-            raise TooLarge
+            text = f"the model is not named in the first {limit} bytes of the body: put it first"
+            raise TooLarge(text, "model", "body_too_large")
         limit = BODY_LIMIT_BYTES
 
 
