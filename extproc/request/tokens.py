@@ -98,10 +98,8 @@ class TokenCounter:
             self._images.learn(model, tokens / images, images)
 
     def learn(self, model: str, prompt_bytes: int, prompt_tokens: int) -> None:
-        """Learn the bytes per token from a report of a prompt's tokens. Prompts of 0 bytes and
-        ratios outside ``PLAUSIBLE`` are ignored."""
-        if prompt_bytes <= 0 or prompt_tokens <= 0:
-            return
+        """Learn the bytes per token from a report of a prompt's tokens, at least 1. Ratios outside
+        ``PLAUSIBLE`` are ignored."""
         ratio = prompt_bytes / prompt_tokens
         if PLAUSIBLE[0] <= ratio <= PLAUSIBLE[1]:
             self._bytes.learn(model, ratio, min(prompt_tokens, _REPORT_TOKENS))
