@@ -181,8 +181,7 @@ def status_of(message: HttpHeaders) -> int | None:
 
 def attributes_of(message: ProcessingRequest, names: frozenset[str]) -> dict[str, str]:
     """Values of the named headers that Envoy sends as ``request_attributes`` with the body."""
-    if _ATTRIBUTES not in message.attributes:
-        return {}
+    # A missing key of a protobuf map reads as an empty message.
     fields, named = message.attributes[_ATTRIBUTES].fields, _by_expression(names)
     return {
         named[key]: fields[key].string_value.decode("utf-8", "replace")
