@@ -71,12 +71,10 @@ async def _body_first(exchange: Exchange) -> None:
         return
     skipped = messages.RESPONSE_SKIPPED in values
     exchange.response_visible = not skipped or headers.endpoint is Endpoint.RESPONSES
-    if not headers.readable:
+    if headers.readable:
+        exchange.hold_body(message)
+    else:
         exchange.headers = headers._replace(length=len(message.request_body.body))
-        del message
-        await exchange.write(await admit(exchange, "request_body"))
-        return
-    exchange.hold_body(message)
     del message
     await _route_body(exchange)
 
