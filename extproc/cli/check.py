@@ -38,8 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = configured(args)
+    request = config.request
     try:
-        TokenCounter(config.request)
+        TokenCounter(request.bytes_per_token, request.image_tokens, request.tokenizers)
         require_client(config)
         doubts = [
             *_certificate_doubts("serve", config.serve, "Envoy"),

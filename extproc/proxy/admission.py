@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 from extproc.predict.inputs import least
 from extproc.proxy.exchange import NONE_READY, Exchange
@@ -12,7 +11,7 @@ from extproc.proxy.services import Services
 from extproc.request.errors import NoModel, NoReplica, Refusal, Saturated
 from extproc.request.inspect import inspect
 from extproc.request.media import of_length
-from extproc.request.objective import NO_OBJECTIVE, Objective, session_key
+from extproc.request.objective import Objective, session_key
 from extproc.request.profile import RequestProfile
 from extproc.route.decision import Decision
 from extproc.route.waiting import Place, Waiting
@@ -115,10 +114,9 @@ def _profile(exchange: Exchange, unread_model: str = "") -> RequestProfile:
                 name, previous, exchange.subset, headers.session
             ),
         )
-    objective = _objective(services, headers, profile)
-    if headers.tenant or headers.session or objective is not NO_OBJECTIVE:
-        session = session_key(headers.session, profile.model) if headers.session else ""
-        return replace(profile, tenant=headers.tenant, session=session, objective=objective)
+    profile.tenant, profile.objective = headers.tenant, _objective(services, headers, profile)
+    if headers.session:
+        profile.session = session_key(headers.session, profile.model)
     return profile
 
 
@@ -181,9 +179,8 @@ def _may_be_served_soon(services: Services, profile: RequestProfile) -> bool:
     """True if the request may wait for a new replica, because its model was served lately."""
     hold, fleet = services.config.hold, services.fleet
     waits = min(hold.longest_s, hold.empty_s) > 0.0 and fleet.members_known.is_set()
-    if not waits or not profile.requested_model:
-        return False
-    return fleet.members.served_lately(profile.model, services.clock())
+    named = profile.requested_model != ""
+    return waits and named and fleet.members.served_lately(profile.model, services.clock())
 
 
 def _leave_to_envoy(exchange: Exchange, profile: RequestProfile) -> None:
@@ -210,8 +207,7 @@ def _refuse_slow_first_token(services: Services, decision: Decision) -> None:
     """Raises Saturated if every replica's first token would come after ``route.max_ttft_s``."""
     limit = services.config.route.max_ttft_s
     if limit is not None and (soonest := least(decision.prediction.ttft)) > limit:
-        late = f"the first token would come in {soonest:.0f} s"
-        message = f"every replica is busy: {late}"
+        message = f"every replica is busy: the first token would come in {soonest:.0f} s"
         raise Saturated(message, code="saturated", retry_after=soonest - limit)
 
 

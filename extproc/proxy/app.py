@@ -60,12 +60,11 @@ async def run_router(config: Config) -> None:
     ProcessCollector(registry=registry)
     build_info(registry)
     services = build(config, registry)
-    further = {pool.pool: services.of_pool(pool) for pool in config.each_pool[1:]}
-    pools = (services, *further.values())
+    pools = (services, *(services.of_pool(further) for further in config.each_pool[1:]))
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    server = GrpcServer(services, further)
+    server = GrpcServer(*pools)
     async with (
         serve_admin(
             config.serve.admin,
@@ -111,10 +110,10 @@ def build(
         OSError, ValueError: as :func:`run_router`.
     """
     random, names = Random(config.route.seed), ModelNames(config.route.models)
-    metrics = RouterMetrics(registry)
+    metrics, request = RouterMetrics(registry), config.request
     return Services(
         **parts_of_pool(config, names, random, clock, wall),
-        tokens=TokenCounter(config.request),
+        tokens=TokenCounter(request.bytes_per_token, request.image_tokens, request.tokenizers),
         log=DecisionLog(config.serve.decisions_kept),
         metrics=metrics,
         history=History(metrics, clock),

@@ -27,11 +27,6 @@ class TooLarge(Refusal):
     status = 413
     kind = "invalid_request_error"
 
-    def __init__(self) -> None:
-        place = f"the first {BODY_LIMIT_BYTES} bytes of the body"
-        message = f"the model is not named in {place}: put it first"
-        super().__init__(message, "model", "body_too_large")
-
 
 class BodyMemory:
     """Limits the bytes of request bodies that all streams of a process hold together.

@@ -46,7 +46,7 @@ class Exchange:
         self._trace = trace
         self._unread: ProcessingRequest | None = None  # the next message, if already read
         self._envoy_waits = True  # Envoy waits for replies
-        self._response_body_mode = messages.NONE
+        self._returns_chunks = False  # Envoy waits for the reply to each chunk of the response
         self._request_ended = False  # in full duplex: the last chunk of the body was read
         self._destination = ""  # of the dispatched request: ``ip:port[,ip:port]``
         self._in_flight: InFlight | None = None
@@ -59,8 +59,9 @@ class Exchange:
         if first.observability_mode:
             self.write, self._envoy_waits, self.steered = _unsent, False, False
         if first.HasField("protocol_config"):
-            self.body_mode = first.protocol_config.request_body_mode
-            self._response_body_mode = first.protocol_config.response_body_mode
+            modes = first.protocol_config
+            self.body_mode = modes.request_body_mode
+            self._returns_chunks = modes.response_body_mode == messages.FULL_DUPLEX_STREAMED
         self.body_first = first.WhichOneof("request") == "request_body"
         self.full_duplex = self.body_mode == messages.FULL_DUPLEX_STREAMED and not self.body_first
         self.subset = messages.subset_of(first)
@@ -93,23 +94,23 @@ class Exchange:
             self.left_to_envoy("observed")
 
     async def read(self, *phases: str) -> ProcessingRequest:
-        """Returns the next message of one of these phases; messages of other phases get empty
-        replies."""
+        """Returns the next message of one of these phases; replies to messages of other phases.
+        Without a phase, replies to every message until the stream ends.
+
+        Raises:
+            Left: the stream ends first.
+        """
         while True:
             message = await self.next()
             if message.WhichOneof("request") in phases:
                 return message
-            await self.write(self.reply_to(message))
+            reply = self.reply_to(message)
+            del message  # Envoy may read slowly, and the message may be a body of many MB
+            await self.write(reply)
 
     def unread(self, message: ProcessingRequest) -> None:
         """Makes :meth:`next` return this message again."""
         self._unread = message
-
-    async def answer_next(self) -> None:
-        message = await self.next()
-        reply = self.reply_to(message)
-        del message  # Envoy may read slowly, and the message may be a body of many MB
-        await self.write(reply)
 
     async def next(self) -> ProcessingRequest:
         """Returns the next message. Drops chunks that follow the last chunk of a full duplex body:
@@ -143,7 +144,7 @@ class Exchange:
                     self._in_flight, self._observed = self._observed.answered(message), None
                 reads = self._in_flight is not None and self._in_flight.response_headers(message)
                 comes = message.response_headers.end_of_stream or self._returns_chunks
-                return messages.proceed(phase) if comes or not reads else messages.watch_response()
+                return messages.proceed(phase) if comes or not reads else messages.WATCH_RESPONSE
             case "response_body":
                 if self._in_flight is not None:
                     self._in_flight.response_chunk(message.response_body)
@@ -151,11 +152,6 @@ class Exchange:
                     self.close()  # Envoy closes the stream later
                 return _passed(phase, message) if self._returns_chunks else messages.proceed(phase)
         return messages.proceed(phase)
-
-    @property
-    def _returns_chunks(self) -> bool:
-        """True if Envoy waits for the reply to each chunk of the response (full duplex)."""
-        return self._response_body_mode == messages.FULL_DUPLEX_STREAMED
 
     # -- the end ----------------------------------------------------------------------------
 
@@ -234,7 +230,7 @@ class Exchange:
             reply = messages.send_to(phase, self.destination(decision))
         else:
             headers = phase == "request_headers"
-            reply = messages.leave_alone() if headers else messages.proceed(phase)
+            reply = messages.LEAVE_ALONE if headers else messages.proceed(phase)
         await self.write(reply)
 
     def dispatch(self, decision: Decision, waited: float = 0.0, reason: str = "") -> None:

@@ -17,7 +17,9 @@ from extproc.request.objective import first_of, session_of, targets_of
 _LONGEST_ID = 128  # characters of a request id or tenant: each decision record keeps both
 _DIGITS = 15  # of a content-length: a petabyte
 _HASH_BYTES = 8
-_STANDARD = frozenset({":path", ":method", "x-request-id", "content-length", "content-encoding"})
+_STANDARD = frozenset(
+    {":path", ":method", "x-request-id", "content-length", "content-encoding", RESPONSE_SKIPPED}
+)
 
 
 class RequestHeaders(NamedTuple):
@@ -69,14 +71,11 @@ def is_steered(config: Config, headers: Mapping[str, str]) -> bool:
     return key != "" and int.from_bytes(digest) < serve.share * 256**_HASH_BYTES
 
 
-def header_names(config: Config) -> frozenset[str]:
-    """Names of the headers that the router reads; reading all would take twice as long."""
-    return _with_standard(config.headers)
-
-
 @cache
-def _with_standard(configured: frozenset[str]) -> frozenset[str]:
-    return _STANDARD | configured | {RESPONSE_SKIPPED}
+def header_names(configured: frozenset[str]) -> frozenset[str]:
+    """Names of the headers that the router reads; reading all would take twice as long.
+    ``configured``: names from settings."""
+    return _STANDARD | configured
 
 
 def model_list(names: ModelNames, states: Iterable[ReplicaState], created: int) -> bytes:

@@ -11,7 +11,7 @@ from extproc.proxy.messages import Upstream
 from extproc.proxy.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
 from extproc.proxy.services import RESERVED_FOR_ADAPTERS, Services
 from extproc.request.errors import NoReplica
-from extproc.request.usage import PRELUDE, ReportedUsage, ResponseIdReader, UsageReader
+from extproc.request.usage import ReportedUsage, ResponseIdReader, UsageReader
 from extproc.route.decision import Decision
 
 logger = logging.getLogger(__name__)
@@ -81,14 +81,14 @@ class InFlight:
         if self._response_ended or self._envoy_samples:
             return False
         if reads := self._reads_body(headers.get("content-type", "")):
-            self._usage = self._usage_reader()
+            self._usage = UsageReader(self._forecast.profile.endpoint)
         return reads
 
     def response_chunk(self, message: HttpBody) -> None:
         self._response_ended = message.end_of_stream
         self._services.fleet.eligibility.response_seen(self.served_by)
         if self._usage is None and self._envoy_samples and self.outcome.status == _OK:
-            self._usage = self._usage_reader()
+            self._usage = UsageReader(self._forecast.profile.endpoint)
         if self._usage is None or not message.body:
             return
         if self._chunks is not None:
@@ -232,9 +232,6 @@ class InFlight:
             self._chunks = 0
             return True
         return services.fleet.needs_first_token(self.served_by)
-
-    def _usage_reader(self) -> UsageReader:
-        return UsageReader(PRELUDE.get(self._forecast.profile.endpoint, 0))
 
     def _learn(self, usage: ReportedUsage, seconds: float) -> None:
         services, profile, outcome = self._services, self._forecast.profile, self.outcome

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from extproc.proxy.proto.ext_proc_pb2 import (
     HeaderMutation,
-    HeadersResponse,
     HttpHeaders,
     ProcessingRequest,
     ProcessingResponse,
@@ -52,54 +51,42 @@ _OVERWRITE_OR_ADD = 2
 _CONTINUE_AND_REPLACE = 1  # ``CommonResponse.ResponseStatus``
 
 
+LEAVE_ALONE = ProcessingResponse(
+    request_headers={"response": {"header_mutation": {"remove_headers": _CONTROL_HEADERS}}},
+    mode_override={"response_header_mode": _SKIP},
+).SerializeToString()
+"""Reply to request headers that asks Envoy for neither the body nor the response, and removes the
+headers by which a client could name a destination."""
+BODY_ONLY = ProcessingResponse(
+    request_headers={},
+    mode_override={
+        "request_body_mode": BUFFERED,
+        "response_header_mode": _SKIP,
+        "response_trailer_mode": _SEND,
+    },
+).SerializeToString()
+"""Reply to request headers that asks Envoy for the body, but not for the response."""
+WATCH_RESPONSE = ProcessingResponse(
+    response_headers={},
+    mode_override={"response_body_mode": STREAMED, "response_trailer_mode": _SEND},
+).SerializeToString()
+"""Reply to response headers that asks Envoy to send the body also to the router, while the body
+streams to the client."""
+
+
 @cache
 def proceed(phase: str) -> bytes:
-    """Reply that changes nothing; an empty message for a phase that the router does not know."""
-    reply = ProcessingResponse()
-    if phase in ProcessingResponse.DESCRIPTOR.fields_by_name:
-        getattr(reply, phase).SetInParent()
-    return reply.SerializeToString()
-
-
-@cache
-def leave_alone() -> bytes:
-    """Reply to request headers that asks Envoy for neither the body nor the response.
-
-    The reply removes headers by which a client could name a destination.
-    """
-    reply = ProcessingResponse(request_headers=HeadersResponse())
-    reply.request_headers.response.header_mutation.remove_headers.extend(_CONTROL_HEADERS)
-    reply.mode_override.response_header_mode = _SKIP
-    return reply.SerializeToString()
-
-
-@cache
-def body_only() -> bytes:
-    """Reply to request headers that asks Envoy for the body, but not for the response."""
-    reply = ProcessingResponse(request_headers=HeadersResponse())
-    reply.mode_override.request_body_mode = BUFFERED
-    reply.mode_override.response_header_mode = _SKIP
-    reply.mode_override.response_trailer_mode = _SEND
-    return reply.SerializeToString()
+    """Reply that changes nothing; an empty ``phase`` (one that the router does not know) gets an
+    empty message."""
+    return ProcessingResponse(**({phase: {}} if phase else {})).SerializeToString()
 
 
 @cache
 def wait(seconds: float) -> bytes:
     """Message that asks Envoy to wait ``seconds`` for the reply; Envoy waits at most its
     ``max_message_timeout``."""
-    reply = ProcessingResponse()
-    reply.override_message_timeout.FromTimedelta(timedelta(seconds=seconds))
-    return reply.SerializeToString()
-
-
-@cache
-def watch_response() -> bytes:
-    """Reply to response headers that asks Envoy to send the body also to the router, while the body
-    streams to the client."""
-    reply = ProcessingResponse(response_headers=HeadersResponse())
-    reply.mode_override.response_body_mode = STREAMED
-    reply.mode_override.response_trailer_mode = _SEND
-    return reply.SerializeToString()
+    timeout = timedelta(seconds=seconds)
+    return ProcessingResponse(override_message_timeout=timeout).SerializeToString()
 
 
 @lru_cache(maxsize=4096)  # a reply takes 5 µs to build; there may be many pairs of replicas
@@ -194,8 +181,7 @@ def status_of(message: HttpHeaders) -> int | None:
 
 def attributes_of(message: ProcessingRequest, names: frozenset[str]) -> dict[str, str]:
     """Values of the named headers that Envoy sends as ``request_attributes`` with the body."""
-    if _ATTRIBUTES not in message.attributes:
-        return {}
+    # A missing key of a protobuf map reads as an empty message.
     fields, named = message.attributes[_ATTRIBUTES].fields, _by_expression(names)
     return {
         named[key]: fields[key].string_value.decode("utf-8", "replace")

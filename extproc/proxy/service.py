@@ -2,9 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from math import inf
-from types import MappingProxyType
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -56,20 +54,15 @@ class GrpcServer:
     Handlers receive and return raw bytes, so that no message is parsed twice.
     """
 
-    def __init__(
-        self,
-        services: Services,
-        pools: Mapping[str, Services] = MappingProxyType({}),
-        keepalive_s: float = 20.0,
-    ) -> None:
-        """Creates a server that does not listen yet; ``pools``: further pools by name.
+    def __init__(self, *pools: Services, keepalive_s: float = 20.0) -> None:
+        """Creates a server that does not listen yet; the first pool serves streams that name none.
 
         The server pings an Envoy that was silent for ``keepalive_s`` seconds, and ends its requests
         if no answer comes within the same time.
         """
-        self._services = services
+        self._services = services = pools[0]
         self._settings = serve = services.config.serve
-        self._pools = {services.config.pool: services, **pools}
+        self._pools = {pool.config.pool: pool for pool in pools}
         self._unknown_pool = services.of_pool(services.config)
         """Services without replicas, for unknown pools: Envoy's fallback serves their requests."""
         self._unknown_names: set[str] = set()  # bounded by Envoy's configuration

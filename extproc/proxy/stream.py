@@ -46,8 +46,7 @@ async def stream(exchange: Exchange) -> None:
             await exchange.refuse(refusal)
         finally:
             exchange.body.release()
-        while True:
-            await exchange.answer_next()
+        await exchange.read()
     except Left:
         pass
     finally:
@@ -60,9 +59,9 @@ async def _body_first(exchange: Exchange) -> None:
     The message with the body carries the headers that the router needs, as attributes. The stream
     of a request without a body, such as a GET, begins with the response, or has no message at all.
     """
-    config = exchange.services.config
+    names = header_names(exchange.services.config.headers)
     message = await exchange.read("request_body")
-    values = {":method": "POST"} | messages.attributes_of(message, header_names(config))
+    values = {":method": "POST"} | messages.attributes_of(message, names)
     headers = exchange.inference_headers(values)
     if headers is None or _has_unserved_mode(exchange):
         await exchange.pass_through("request_body", values)
@@ -72,12 +71,10 @@ async def _body_first(exchange: Exchange) -> None:
         return
     skipped = messages.RESPONSE_SKIPPED in values
     exchange.response_visible = not skipped or headers.endpoint is Endpoint.RESPONSES
-    if not headers.readable:
+    if headers.readable:
+        exchange.hold_body(message)
+    else:
         exchange.headers = headers._replace(length=len(message.request_body.body))
-        del message
-        await exchange.write(await admit(exchange, "request_body"))
-        return
-    exchange.hold_body(message)
     del message
     await _route_body(exchange)
 
@@ -90,9 +87,8 @@ async def _headers_first(exchange: Exchange) -> None:
     headers = await _read_headers(exchange)
     if headers is None:
         return
-    large = headers.readable and (headers.length or 0) > LARGE_BODY
-    unread_model = (exchange.only_model or "") if large else ""
-    if unread_model or not headers.readable:
+    large = (headers.length or 0) > LARGE_BODY
+    if large and (unread_model := exchange.only_model):
         await exchange.write(await admit(exchange, "request_headers", unread_model))
         return
     await exchange.write(_request_body(exchange))
@@ -106,11 +102,7 @@ async def _full_duplex(exchange: Exchange) -> None:
     A gateway has no fallback of its own. The router answers the headers after it has read the body,
     which comes in chunks. The replies then return the whole body to Envoy, chunk by chunk.
     """
-    headers = await _read_headers(exchange)
-    if headers is None:
-        return
-    if not headers.readable:
-        await exchange.write(await admit(exchange, "request_headers"))
+    if await _read_headers(exchange) is None:
         return
     trailers = await _read_chunks(exchange)
     reply = await admit(exchange, "request_headers")
@@ -153,15 +145,17 @@ async def _read_chunks(exchange: Exchange) -> bool:
         if short:
             raise NoMemory
         if limit == BODY_LIMIT_BYTES:
-            raise TooLarge
+            text = f"the model is not named in the first {limit} bytes of the body: put it first"
+            raise TooLarge(text, "model", "body_too_large")
         limit = BODY_LIMIT_BYTES
 
 
 async def _read_headers(exchange: Exchange) -> RequestHeaders | None:
-    """Reads the headers. Returns None if the request is already answered, or left to Envoy."""
+    """Reads the headers. Returns None unless the router has to read the body: the request is left
+    to Envoy, or its headers are already answered."""
     request = await exchange.read("request_headers")
     message = request.request_headers
-    values = messages.headers_of(message, header_names(exchange.services.config))
+    values = messages.headers_of(message, header_names(exchange.services.config.headers))
     headers = exchange.inference_headers(values)
     if headers is None or _has_unserved_mode(exchange):
         await exchange.pass_through("request_headers", values)
@@ -169,8 +163,8 @@ async def _read_headers(exchange: Exchange) -> RequestHeaders | None:
     if not exchange.steered:
         await _observe(exchange, request)
         return None
-    if message.end_of_stream:
-        exchange.body.whole = True
+    if message.end_of_stream or not headers.readable:
+        exchange.body.whole = message.end_of_stream
         await exchange.write(await admit(exchange, "request_headers"))
         return None
     return headers
@@ -216,7 +210,7 @@ async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
                 exchange.unread(message)
                 break
         reply = exchange.reply_to(message)
-        del message  # as in Exchange.answer_next
+        del message  # as in Exchange.read
         await exchange.write(reply)
         if body.whole or enough:
             break
@@ -244,10 +238,10 @@ def _request_body(exchange: Exchange) -> bytes:
     recovered, or if the replica stores the response under an id.
     """
     services = exchange.services
-    visible = services.responses.takes(services.clock(), 1.0)
-    visible |= services.fleet.eligibility.has_suspects
-    visible |= exchange.endpoint is Endpoint.RESPONSES
-    exchange.response_visible = visible
-    if visible:
-        return messages.proceed("request_headers")
-    return messages.body_only()
+    exchange.response_visible = (
+        services.responses.takes(services.clock(), 1.0)
+        or services.fleet.eligibility.has_suspects
+        or exchange.endpoint is Endpoint.RESPONSES
+    )
+    with_response = messages.proceed("request_headers")
+    return with_response if exchange.response_visible else messages.BODY_ONLY

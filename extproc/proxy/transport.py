@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import grpc
 
@@ -62,23 +62,13 @@ def batch_scheduled_threads() -> Iterator[None]:
     handles several messages at once: a seventh less CPU per request on a busy core
     (``benchmarks.overhead``). Nothing changes on an idle core, or on systems other than Linux.
     """
-    scheduled = _schedule("SCHED_BATCH", instead_of="SCHED_OTHER")
+    changed = False
+    with suppress(OSError):  # musl has no such call, and a sandbox may forbid it
+        if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            changed = True
     try:
         yield
     finally:
-        if scheduled:
-            _schedule("SCHED_OTHER", instead_of="SCHED_BATCH")
-
-
-def _schedule(policy: str, instead_of: str) -> bool:
-    """Changes the calling thread's scheduling policy from ``instead_of`` to ``policy``. Returns
-    False if the thread had another policy, or if the change failed."""
-    if sys.platform != "linux":
-        return False
-    try:
-        if os.sched_getscheduler(0) != getattr(os, instead_of):
-            return False
-        os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
-    except OSError:  # musl has no such call, and a sandbox may forbid it
-        return False
-    return True
+        if changed:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

@@ -34,7 +34,6 @@ class Refusal(Exception):  # noqa: N818 - an answer to the client
         retry_after: float = 0.0,
     ) -> None:
         super().__init__(message)
-        self.message = message
         self.param = param
         self.code = code
         if retry_after:
@@ -82,7 +81,7 @@ class Saturated(Refusal):
 def error_body(error: Refusal, endpoint: Endpoint | None = None) -> bytes:
     """Return the JSON body of the answer, in the form of Anthropic's or OpenAI's endpoints."""
     if endpoint in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS):
-        described = {"type": error.anthropic_kind, "message": error.message}
+        described = {"type": error.anthropic_kind, "message": str(error)}
         return to_json({"type": "error", "error": described})
-    described = {"message": error.message, "type": error.kind}
+    described = {"message": str(error), "type": error.kind}
     return to_json({"error": described | {"param": error.param, "code": error.code}})

@@ -178,7 +178,7 @@ def _measure(
         images += prompt.images * times
         media += prompt.media
         of_text = of_text and times == 1 and bool(prompt.texts)
-    if not tokens and reading.empty:
+    if not tokens and not reading.size:  # no prompt was found
         tokens = _by_length(body, model, counter)
     if limit:
         read_tokens = min(tokens, limit * reading.prompts)

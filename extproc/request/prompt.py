@@ -210,11 +210,6 @@ class Reading(NamedTuple):
         return sum(prompt.size for prompt, _ in self.pieces)
 
     @property
-    def empty(self) -> bool:
-        """True if no piece of a prompt was found."""
-        return not any(prompt.size or prompt.tokens for prompt, _ in self.pieces)
-
-    @property
     def longest_share(self) -> float:
         """Length of the longest prompt ÷ sum of the lengths."""
         total = sum(self.lengths)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -64,18 +64,12 @@ class ChatTemplate:
 class _Generation(Extension):
     """Jinja tag ``{% generation %}`` around text of the model; prints the text."""
 
-    def __init__(self, environment: Environment) -> None:
-        super().__init__(environment)
-        self.tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_print"), [], [], body).set_lineno(line)
-
-    @staticmethod
-    def _print(caller: Any) -> str:
-        return str(caller())
+        return nodes.Scope(body, lineno=line)
 
 
 def _to_json(

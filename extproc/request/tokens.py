@@ -3,7 +3,7 @@ template."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from extproc.request.endpoint import Endpoint
 from extproc.request.tokenized import TokenizedPrompt
@@ -23,17 +23,6 @@ _MOST_IMAGE_TOKENS = 16_384  # of an image, as in Qwen2-VL; larger reports are i
 
 _MAX_MODELS = 1_000  # whose ratios are remembered: those with the latest reports
 _MAX_TEXTS = 1_024  # messages, texts and media in a prompt; with more, its tokens are estimated
-
-
-class TokenSettings(Protocol):
-    """Settings for token counts, from :class:`~extproc.config.RequestSettings`."""
-
-    @property
-    def bytes_per_token(self) -> float: ...
-    @property
-    def image_tokens(self) -> int: ...
-    @property
-    def tokenizers(self) -> Mapping[str, Path]: ...
 
 
 class TokenizerError(ValueError):
@@ -62,12 +51,23 @@ class _Ratio:
 
 
 class TokenCounter:
-    """Counts tokens per model, and learns from what replicas report."""
+    """Counts tokens per model, and learns from what replicas report.
 
-    def __init__(self, settings: TokenSettings) -> None:
-        self._bytes = _Ratio(settings.bytes_per_token, _PRIOR_TOKENS, _MEMORY_TOKENS)
-        self._images = _Ratio(settings.image_tokens, _PRIOR_IMAGES, _MEMORY_IMAGES)
-        self._exact = {model: _load(model, path) for model, path in settings.tokenizers.items()}
+    Args:
+        bytes_per_token: bytes of text per token, until replicas report.
+        image_tokens: tokens of an image, until replicas report.
+        tokenizers: model → folder with its ``tokenizer.json`` and chat template.
+
+    Raises:
+        TokenizerError: a tokenizer cannot be used.
+    """
+
+    def __init__(
+        self, bytes_per_token: float, image_tokens: int, tokenizers: Mapping[str, Path]
+    ) -> None:
+        self._bytes = _Ratio(bytes_per_token, _PRIOR_TOKENS, _MEMORY_TOKENS)
+        self._images = _Ratio(image_tokens, _PRIOR_IMAGES, _MEMORY_IMAGES)
+        self._exact = {model: _load(model, folder) for model, folder in tokenizers.items()}
 
     def count(self, model: str, texts: Sequence[str]) -> int:
         """Estimate the tokens of the texts together, without special tokens."""
@@ -98,10 +98,8 @@ class TokenCounter:
             self._images.learn(model, tokens / images, images)
 
     def learn(self, model: str, prompt_bytes: int, prompt_tokens: int) -> None:
-        """Learn the bytes per token from a report of a prompt's tokens. Prompts of 0 bytes and
-        ratios outside ``PLAUSIBLE`` are ignored."""
-        if prompt_bytes <= 0 or prompt_tokens <= 0:
-            return
+        """Learn the bytes per token from a report of a prompt's tokens, at least 1. Ratios outside
+        ``PLAUSIBLE`` are ignored."""
         ratio = prompt_bytes / prompt_tokens
         if PLAUSIBLE[0] <= ratio <= PLAUSIBLE[1]:
             self._bytes.learn(model, ratio, min(prompt_tokens, _REPORT_TOKENS))

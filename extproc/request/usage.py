@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from extproc.request.endpoint import Endpoint
 from extproc.request.fields import MAX_TOKENS
 
-PRELUDE = {Endpoint.RESPONSES: 2}
+_PRELUDE = {Endpoint.RESPONSES: 2}
 """Endpoint → events that vLLM sends before the engine begins: ``response.created`` and
 ``response.in_progress``. All other streams begin with the first token."""
 
@@ -47,10 +47,9 @@ class UsageReader:
     as an object may contain the key, but the replica's own usage follows later.
     """
 
-    def __init__(self, prelude: int = 0) -> None:
-        """``prelude``: number of events before the first token."""
+    def __init__(self, endpoint: Endpoint) -> None:
         self.generating = False  # the first token has come
-        self._prelude = prelude
+        self._prelude = _PRELUDE.get(endpoint, 0)  # events still to come before the first token
         self._carry = b""
         self._open: bytes | None = None  # bytes of an incomplete usage object; None: there is none
         self._reported: dict[str, int] = {}

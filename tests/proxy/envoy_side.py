@@ -260,10 +260,8 @@ class Context:
 class Local:
     """A router in this process, without a port, in place of a channel to a router."""
 
-    def __init__(
-        self, services: Services, pools: Mapping[str, Services] = MappingProxyType({})
-    ) -> None:
-        self.server = GrpcServer(services, pools)
+    def __init__(self, services: Services) -> None:
+        self.server = GrpcServer(services)
 
     def stream_stream(self, _: str) -> Any:
         return self.begin

@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.config import RequestSettings
 from extproc.request.endpoint import Endpoint
 from extproc.request.errors import BadRequest, error_body
 from extproc.request.inspect import inspect
 from extproc.request.profile import RequestProfile
-from extproc.request.tokens import TokenCounter
+from tests.request.conftest import counter_of
 
-COUNTER = TokenCounter(RequestSettings())
+COUNTER = counter_of()
 
 numbers = st.one_of(
     st.integers(),

@@ -23,13 +23,12 @@ from tokenizers import (
     trainers,
 )
 
-from extproc.config import RequestSettings
 from extproc.request import tokenized
 from extproc.request.endpoint import Endpoint
 from extproc.request.inspect import inspect
 from extproc.request.profile import RequestProfile
 from extproc.request.tokens import TokenCounter, TokenizerError
-from tests.request.conftest import assistant, profiled, user
+from tests.request.conftest import assistant, counter_of, profiled, user
 from tests.request.test_bad_input import check_sane, fields
 
 CHATML = """\
@@ -49,7 +48,7 @@ CHATML = """\
 IN_PARTS = """\
 {%- for message in messages %}{{ bos_token }}
 {%- if message.role == 'odd' %}{{ raise_exception('no such role') }}{% endif %}
-{%- if message.content is string %}{{ message.content }}
+{%- if message.content is string %}{% generation %}{{ message.content }}{% endgeneration %}
 {%- else %}{% for part in message['content'] %}[{{ part.text }}]{% endfor %}{% endif %}
 {%- endfor %}"""
 TEXT = " ".join(f"number {number} of {number % 7} things, né?\n" for number in range(20_000))
@@ -100,7 +99,7 @@ def counter(tokenizer: Tokenizer, tmp_path: Path) -> Folder:
         tokenizer.no_truncation()
         (tmp_path / "chat_template.jinja").write_text(template)
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        return TokenCounter(RequestSettings(tokenizers={"m": tmp_path}))
+        return counter_of(m=tmp_path)
 
     return made
 
@@ -142,7 +141,7 @@ def printed(text: str, tokenizer: Tokenizer) -> list[int]:
 def read(got: RequestProfile) -> list[int]:
     """Return the token ids of a prompt; check that a prompt sent as these ids has equal keys."""
     ids: list[int] = got.prefix.ids.tolist()
-    sent = profiled(TokenCounter(RequestSettings()), Endpoint.COMPLETIONS, prompt=ids)
+    sent = profiled(counter_of(), Endpoint.COMPLETIONS, prompt=ids)
     assert got.prefix.keys.tolist() == sent.prefix.keys.tolist()
     if got.prefix.whole:
         assert got.prefix.whole == sent.prefix.whole
@@ -194,7 +193,7 @@ def test_template_may_stand_in_tokenizer_config(
 ) -> None:
     counter(chat_template="{{ messages[0].content }}")
     (tmp_path / "chat_template.jinja").unlink()
-    tokens = TokenCounter(RequestSettings(tokenizers={"m": tmp_path}))
+    tokens = counter_of(m=tmp_path)
     assert read(known(tokens, messages=[user(TEXT[:500])])) == printed(TEXT[:500], tokenizer)
 
 
@@ -337,7 +336,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> TokenCounter:
     folder = tmp_path_factory.mktemp("model")
     byte_level().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHATML)
-    return TokenCounter(RequestSettings(tokenizers={"m": folder}))
+    return counter_of(m=folder)
 
 
 @given(st.sampled_from([Endpoint.CHAT, Endpoint.COMPLETIONS]), fields)
@@ -351,7 +350,7 @@ def test_folder_without_a_template_is_an_error(counter: Folder, tmp_path: Path) 
     counter()
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(TokenizerError, match=r"'m' has no chat template.*neither .* nor"):
-        TokenCounter(RequestSettings(tokenizers={"m": tmp_path}))
+        counter_of(m=tmp_path)
 
 
 def test_folder_with_a_broken_template_is_an_error(counter: Folder) -> None:
@@ -364,7 +363,7 @@ def test_folder_without_a_tokenizer_is_an_error(tmp_path: Path, content: str | N
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(TokenizerError, match=r"'m' cannot be read.*r\.json: .*; give the folder"):
-        TokenCounter(RequestSettings(tokenizers={"m": tmp_path}))
+        counter_of(m=tmp_path)
 
 
 @pytest.mark.parametrize("package", ["tokenizers", "jinja2"])

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from extproc.config import RequestSettings
 from extproc.request.endpoint import Endpoint, endpoint_of, stored_response_of
 from extproc.request.errors import BadRequest, error_body
 from extproc.request.inspect import inspect
 from extproc.request.profile import RequestProfile
 from extproc.request.prompt import TOKENS_PER_MESSAGE, TOKENS_TO_REPLY, VIDEO_TOKENS
 from extproc.request.tokens import TokenCounter
-from tests.request.conftest import assistant, profiled, user
+from tests.request.conftest import assistant, counter_of, profiled, user
 
 E = Endpoint
 IMAGE_TOKENS = 100
@@ -25,7 +24,7 @@ DATA_URL = "data:image/png;base64," + "iVBORw0K" * 10_000
 
 def counter() -> TokenCounter:
     """Counts one token per byte."""
-    return TokenCounter(RequestSettings(bytes_per_token=1.0, image_tokens=IMAGE_TOKENS))
+    return counter_of(bytes_per_token=1.0, image_tokens=IMAGE_TOKENS)
 
 
 def profile(endpoint: Endpoint, **fields: Any) -> RequestProfile:
@@ -267,7 +266,7 @@ def test_numbers_are_read_as_vllm_reads_them(given: Any, read: int) -> None:
 
 
 def test_reports_on_short_prompts_teach_the_ratio_of_the_text_alone() -> None:
-    tokens = TokenCounter(RequestSettings(bytes_per_token=4.0))
+    tokens = counter_of(bytes_per_token=4.0)
     content = "12345678" * 5
     body = json.dumps({"model": "m", "messages": [user(content)]})
     for _ in range(5_000):

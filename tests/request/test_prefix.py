@@ -12,15 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from extproc.config import RequestSettings
 from extproc.request.endpoint import Endpoint
 from extproc.request.inspect import inspect
 from extproc.request.prefix import MOST_BYTES, UNIT_BYTES, Prefix, seed_of, token_keys
 from extproc.request.profile import RequestProfile
-from extproc.request.tokens import TokenCounter
-from tests.request.conftest import assistant, profiled, user
+from tests.request.conftest import assistant, counter_of, profiled, user
 
-COUNTER = TokenCounter(RequestSettings(bytes_per_token=4.0, image_tokens=576))
+COUNTER = counter_of(bytes_per_token=4.0, image_tokens=576)
 
 
 profile = partial(profiled, COUNTER)
@@ -198,7 +196,7 @@ def test_length_alone_changes_the_whole_key() -> None:
 
 
 def test_learned_image_tokens_do_not_change_keys() -> None:
-    counter = TokenCounter(RequestSettings(image_tokens=100))
+    counter = counter_of(image_tokens=100)
     body = json.dumps({"model": "m", "messages": [user([IMAGE, "see"]), user("x" * 999)]}).encode()
     before = inspect(Endpoint.CHAT, body, counter).prefix
     for _ in range(99):

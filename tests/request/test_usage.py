@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.request.endpoint import Endpoint
-from extproc.request.usage import PRELUDE, ReportedUsage, ResponseIdReader, UsageReader
+from extproc.request.usage import ReportedUsage, ResponseIdReader, UsageReader
 from tests.examples import examples
 
 FAKE = 'say "usage": {"prompt_tokens": 666, "completion_tokens": 666} "delta": "text": \\"usage":{}'
 
 
 def read(chunks: Iterable[bytes]) -> ReportedUsage | None:
-    reader = UsageReader()
+    reader = UsageReader(Endpoint.CHAT)
     for chunk in chunks:
         reader.feed(chunk)
     return reader.usage()
@@ -138,7 +138,7 @@ RESPONSES_EVENTS = [
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 def test_responses_stream_generates_from_its_third_event_on(size: int) -> None:
-    reader, begun = UsageReader(PRELUDE[Endpoint.RESPONSES]), 0
+    reader, begun = UsageReader(Endpoint.RESPONSES), 0
     for event in RESPONSES_EVENTS:
         body = sse(event, done=False)
         for i in range(0, len(body), size):
@@ -148,7 +148,7 @@ def test_responses_stream_generates_from_its_third_event_on(size: int) -> None:
 
 
 def test_other_streams_begin_with_the_first_token() -> None:
-    reader = UsageReader()
+    reader = UsageReader(Endpoint.CHAT)
     assert not reader.generating
     reader.feed(sse(ROLE, done=False))
     assert reader.generating
@@ -230,7 +230,7 @@ def test_any_bytes_are_accepted(chunks: list[bytes]) -> None:
 
 @pytest.mark.parametrize("endless", [b"x", b'"usage":{"a":"' + b"x", b'"usage": ', b"data: "])
 def test_memory_is_bounded(endless: bytes) -> None:
-    reader = UsageReader()
+    reader = UsageReader(Endpoint.CHAT)
     chunk = endless * 1_000
     tracemalloc.start()
     try:

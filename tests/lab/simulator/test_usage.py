@@ -57,7 +57,7 @@ async def test_usage_reader_agrees_with_the_engine_counters(
     for repeated in (False, True):
         prompt, generated = counters.prompt_tokens, counters.generated_tokens
         cached = counters.cached_tokens
-        reader = UsageReader()
+        reader = UsageReader(Endpoint(path))
         async for chunk in chunks(client, path, body):
             reader.feed(chunk)
         hits = counters.cached_tokens - cached
