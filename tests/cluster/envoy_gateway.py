@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import yaml
 
@@ -45,6 +46,14 @@ class GatewayTrial(Trial):
         extension["extProc"][0]["backendRefs"][0]["name"] = "extproc-router"
         kubectl("apply", "--filename=-", stdin=yaml.safe_dump_all(resources))
         kubectl("wait", "--for=condition=Programmed", "gateway/eg", "--timeout=2m")
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        try:
+            with super().installed():
+                yield
+        finally:
+            kubectl("delete", "gatewayclass/eg", "--wait=false", check=False)
 
     def logs(self) -> Logs:
         return Logs(_ENVOYS, _SYSTEM)
