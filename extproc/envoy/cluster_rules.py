@@ -1,5 +1,6 @@
 """Rules on clusters, as a table."""
 
+from datetime import timedelta
 from itertools import starmap
 
 from extproc.envoy.envoy_file import (
@@ -22,6 +23,8 @@ from extproc.proxy.messages import DESTINATION, METADATA_NAMESPACE
 # Circuit breakers, and Envoy's defaults.
 _LIMITS = {"max_connections": 1024, "max_pending_requests": 1024, "max_requests": 1024}
 _RETRY_LIMIT = {"max_retries": 3}
+_NO_TRAFFIC_INTERVAL = timedelta(seconds=60)  # Envoy's default
+_LATE = timedelta(seconds=10)
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _SOCKET = "envoy.config.core.v3.SocketAddress"
 _TLS = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
@@ -44,6 +47,18 @@ def _low_limits(cluster: Node, file: EnvoyFile) -> str:
         f"{name} ({limit})"
         for name, limit in (_LIMITS | _RETRY_LIMIT if is_retried else _LIMITS).items()
         if max((threshold[name] or 0 for threshold in default), default=0) <= limit
+    )
+
+
+def _starts_late(cluster: Node, _: EnvoyFile) -> bool:
+    """Return whether failed first checks keep Envoy from asking any router for a minute."""
+    lb_config = cluster["common_lb_config"]
+    panics = (
+        "healthy_panic_threshold" not in lb_config or lb_config["healthy_panic_threshold"]["value"]
+    )
+    return not panics and any(
+        (check["no_traffic_interval"] or _NO_TRAFFIC_INTERVAL) > _LATE
+        for check in cluster["health_checks"]
     )
 
 
@@ -200,6 +215,14 @@ CLUSTER_RULES = (
         lambda cluster, _: not cluster["health_checks"],
         "cluster {node[name]!r} has no health_checks: while a router hangs, each request waits the "
         "whole message_timeout for it. Write health_checks with grpc_health_check: {{}}"),
+    Rule("new_router_is_asked_soon", Level.WARNING,
+        lambda file: [cluster for cluster in file.router_clusters if cluster["health_checks"]],
+        "Envoy soon asks a router that was not yet up at its first health check.",
+        _starts_late,
+        "cluster {node[name]!r} asks no unhealthy router (healthy_panic_threshold is 0), and "
+        "repeats a health check that fails before the first request only after "
+        "no_traffic_interval (60 s by default): requests go unrouted until then. Write "
+        "no_traffic_interval: 0.5s, or for Envoy Gateway panicThreshold: 1"),
     Rule("limits_are_raised", Level.WARNING,
         lambda file: file.router_clusters + file.replica_clusters,
         "Circuit breakers let all requests in flight through.",

@@ -3,9 +3,9 @@
     KUBECONFIG=… python -m tests.cluster.trial --image REPOSITORY:TAG
 
 Needs `kubectl` and `helm` on PATH, a cluster whose nodes have the images or can pull them, 2 cores
-and 4 GiB, and clocks that agree within a tenth of a second. Works in the namespace
-`extproc-trial`, which it makes and removes. `--api-server-kill COMMAND` is a shell command that
-kills the API server; without it that step is not run. With `--inference-pool`, for which the
+and 4 GiB, and clocks that agree within a tenth of a second. Works in the namespace `extproc-trial`
+(or `$TRIAL_NAMESPACE`), which it makes and removes. `--api-server-kill COMMAND` is a shell command
+that kills the API server; without it that step is not run. With `--inference-pool`, for which the
 cluster needs the definition of InferencePools, pollers find the fast replicas through such a pool.
 """
 
@@ -26,7 +26,7 @@ import yaml
 
 HERE = Path(__file__).parent
 CHART = HERE.parents[1] / "docs" / "helm"
-NAMESPACE = "extproc-trial"
+NAMESPACE = os.environ.get("TRIAL_NAMESPACE", "extproc-trial")
 _AFTER_S = 10.0  # load after each step, in which late consequences show
 
 
@@ -43,10 +43,11 @@ class Log:
     """Lines of JSON of a container, read until it ends."""
 
     pod: str
+    namespace: str = NAMESPACE
     lines: list[dict[str, Any]] = field(default_factory=list)
 
     def follow(self) -> None:
-        command = ["kubectl", "--namespace", NAMESPACE, "logs", "--follow", self.pod]
+        command = ["kubectl", "--namespace", self.namespace, "logs", "--follow", self.pod]
         while True:  # the API server may be killed: read again from where the log broke off
             since = ["--since=30s"] if self.lines else []
             process = subprocess.Popen(
@@ -58,7 +59,8 @@ class Log:
                     self.lines.append(json.loads(line))
             process.wait()
             found = subprocess.run(
-                ["kubectl", "--namespace", NAMESPACE, "get", "pod", self.pod, "--ignore-not-found"],
+                ["kubectl", "--namespace", self.namespace, "get", "pod", self.pod,
+                 "--ignore-not-found"],
                 check=False, capture_output=True,
             )  # fmt: skip
             if not found.returncode and not found.stdout:
@@ -69,18 +71,20 @@ class Log:
 class Logs:
     """Requests in the logs of the load and of Envoy."""
 
-    def __init__(self) -> None:
+    def __init__(self, envoys: str, namespace: str = NAMESPACE) -> None:
         self._load = Log("load")
+        self._selector = [f"--namespace={namespace}", f"--selector={envoys}"]
+        self._namespace = namespace
         self._envoys: dict[str, Log] = {}
         threading.Thread(target=self._load.follow, daemon=True).start()
         threading.Thread(target=self._find_envoys, daemon=True).start()
 
     def _find_envoys(self) -> None:
-        selector = "--selector=app.kubernetes.io/component=envoy"
         while True:
-            for name in kubectl("get", "pods", selector, "--output=name", check=False).split():
+            found = kubectl("get", "pods", *self._selector, "--output=name", check=False)
+            for name in found.split():
                 if name not in self._envoys:
-                    log = self._envoys[name] = Log(name.removeprefix("pod/"))
+                    log = self._envoys[name] = Log(name.removeprefix("pod/"), self._namespace)
                     threading.Thread(target=log.follow, daemon=True).start()
             time.sleep(0.5)
 
@@ -181,6 +185,7 @@ class Trial:
             for name in ("vllm-fast", "vllm-slow", "redis"):
                 self.rolled_out(name)
             self.helm("install", "--wait", "--timeout=3m")
+            self.connect()
             kubectl("apply", "--filename=-", stdin=load_pod)
             kubectl("wait", "--for=condition=Ready", "pod/load", "--timeout=60s")
             yield
@@ -190,6 +195,12 @@ class Trial:
                 check=False, capture_output=True,
             )  # fmt: skip
             kubectl("delete", "namespace", NAMESPACE, "--wait=false", check=False)
+
+    def connect(self) -> None:
+        """Puts what leads requests to the replicas, where the chart does not."""
+
+    def logs(self) -> Logs:
+        return Logs("app.kubernetes.io/component=envoy")
 
     def steps(self) -> Iterator[TrialStep]:
         yield TrialStep("steady", lambda: time.sleep(15))
@@ -236,8 +247,11 @@ class Trial:
         time.sleep(15 if deployment.startswith("vllm") else 0)  # preStop of those that end
 
     def pods(self, selector: str) -> list[str]:
+        """Pods that are not about to end."""
         label = selector.replace("component=", "app.kubernetes.io/component=")
-        return kubectl("get", "pods", f"--selector={label}", "--output=name").split()
+        stays = "{{if not .metadata.deletionTimestamp}}pod/{{.metadata.name}} {{end}}"
+        template = f"--output=go-template={{{{range .items}}}}{stays}{{{{end}}}}"
+        return kubectl("get", "pods", f"--selector={label}", template).split()
 
     def delete(self, selector: str) -> None:
         kubectl("delete", self.pods(selector)[0])
@@ -275,7 +289,7 @@ class Trial:
 
     def run(self, only: Sequence[str]) -> list[Outcome]:
         with self.installed():
-            logs = Logs()
+            logs = self.logs()
             time.sleep(_AFTER_S)
             spans: list[tuple[str, float, float]] = []
             for step in self.steps():
@@ -303,7 +317,10 @@ def main() -> int:
     if not os.environ.get("KUBECONFIG"):
         parser.error("KUBECONFIG names no cluster")
     trial = Trial(args.image, args.redis, args.rate, args.api_server_kill, pool=args.inference_pool)
-    outcomes = trial.run(args.steps)
+    return report(trial.run(args.steps))
+
+
+def report(outcomes: Sequence[Outcome]) -> int:
     whole = Outcome("all", [item for outcome in outcomes for item in outcome.requests])
     print("| step | requests | in Envoy's log | failed | unrouted | for at most, s | elsewhere |")
     print("|---|---|---|---|---|---|---|")

@@ -11,7 +11,6 @@ import pytest
 import pytest_asyncio
 
 from extproc.lab.harness.envoy_config import Bootstrap
-from extproc.lab.harness.processes import answers
 from extproc.lab.harness.stack import MODEL
 from extproc.request.endpoint import PATHS
 from tests.e2e.client import CHAT, IN_TURN, MESSAGES, EnvoyClient
@@ -39,12 +38,6 @@ class Examples(EdsStack, Behind):
         serve = {"chunks_per_s": 1e6, "drain_s": 5.0}
         super().__init__(directory, here(FAST_AND_SLOW), {"serve": serve})
         self.name = "envoy"
-
-    async def start(self, name: str) -> None:
-        """Start Envoy when the router is ready: otherwise Envoy checks again a minute later."""
-        if name == "envoy":
-            await until(answers(f"{self.router_admin}/healthz"))
-        await super().start(name)
 
     def _configuration(self) -> dict[str, Any]:
         whole = super()._configuration()
@@ -192,3 +185,19 @@ async def test_forged_destination_has_no_effect_without_router(
         else:
             assert answer.status == 200
             assert MODEL.encode() in answer.body
+
+
+async def test_router_that_starts_after_envoy_is_asked(
+    client: EnvoyClient, stack: Examples
+) -> None:
+    """By default, Envoy repeats a health check that fails before the first request only after 60 s.
+    Envoy Gateway tells Envoy the pods of routers before they are ready."""
+    await stack.kill("router")
+    await stack.stop("envoy")
+    await stack.start("envoy")
+    await stack.start("router")
+
+    async def is_asked() -> bool:
+        return bool((await client.chat(tokens=1)).decisions)
+
+    await until(is_asked, seconds=30)
