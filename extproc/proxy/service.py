@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 from math import inf
 
 import grpc
@@ -63,7 +64,7 @@ class GrpcServer:
         self._services = services = pools[0]
         self._settings = serve = services.config.serve
         self._pools = {pool.config.pool: pool for pool in pools}
-        self._unknown_pool = services.of_pool(services.config)
+        self._unknown_pool = replace(services.of_pool(services.config), recorder=None)
         """Services without replicas, for unknown pools: Envoy's fallback serves their requests."""
         self._unknown_names: set[str] = set()  # bounded by Envoy's configuration
         self._exchanges: dict[Exchange, None] = {}  # of open streams, the oldest first
