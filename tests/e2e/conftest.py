@@ -17,6 +17,14 @@ from tests.waiting import PATIENCE_S
 SETTINGS = {"serve": {"chunks_per_s": 1e6, "drain_s": 30.0}}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test of this folder: it starts processes, and shares its module's system."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.process)
+            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+
+
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for_redis(monkeypatch, PATIENCE_S)

@@ -47,11 +47,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 ENVOYS = ("envoy", "endpoint_picker", "istio")
 """Bodies buffered, in full duplex, and after the headers."""
 numbers = itertools.count()
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.parametrize("stack", ENVOYS, indirect=True),
-]
+pytestmark = pytest.mark.parametrize("stack", ENVOYS, indirect=True)
 
 
 class RewritingStack(Behind):

@@ -22,8 +22,6 @@ from tests.e2e.client import EnvoyClient, RoutedAnswer
 from tests.e2e.stack import PatientStack, bootstrap_of, cluster_of, here, of_pool
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
-
 SELECTION = "test-epp-endpoint-selection"
 A10 = "llama-8b-a10"
 PRIMARY, SECONDARY = ("one", "two", "three"), ("four", "five")

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import pytest
 import pytest_asyncio
 
 from extproc.lab.harness.processes import Process, answers, free_port
@@ -16,8 +15,6 @@ from tests.e2e.stack import EdsStack, PatientStack, here, replicas
 from tests.e2e.test_failures import more, traffic
 from tests.envoy.members import EnvoyMembers
 from tests.waiting import until, until_read
-
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 FLEET = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "llama-8b-h100"))
 

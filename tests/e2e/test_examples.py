@@ -19,8 +19,6 @@ from tests.e2e.stack import FAST_AND_SLOW, TRANSLATED, Behind, EdsStack, here
 from tests.envoy.test_envoy import around_the_fragment
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
-
 EXAMPLES: dict[str, dict[str, object]] = {
     "envoy": {},
     "ext_proc": {},

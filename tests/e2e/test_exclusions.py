@@ -12,8 +12,6 @@ from tests.e2e.client import IN_TURN, EnvoyClient
 from tests.e2e.stack import PatientStack, here
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
-
 H100 = "llama-8b-h100"
 FIT = 4
 FULL = 0.8  # share of the KV cache beyond which no further request fits

@@ -8,17 +8,12 @@ from contextlib import asynccontextmanager
 from math import log2
 from pathlib import Path
 
-import pytest
-
 from extproc.ground.clock import monotonic
 from extproc.lab.harness.stack import FLEET, MODEL
 from tests.e2e.client import CHAT, IN_TURN, MESSAGES, EnvoyClient, RoutedAnswer
 from tests.e2e.conftest import SETTINGS
 from tests.e2e.stack import PatientStack, here
 from tests.waiting import until, until_read
-
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
-
 
 OUTLIER = "outlier_detection.ejections"
 AT_ONCE = 16  # most requests of steady traffic in flight: a busy machine gets fewer

@@ -13,8 +13,6 @@ from tests.e2e.conftest import SETTINGS
 from tests.e2e.stack import Behind, cluster_of, ext_proc_of, here
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
-
 REQUESTS = 12  # in turn, each of the four replicas is chosen three times
 
 

@@ -14,8 +14,6 @@ from tests.e2e.client import CHAT, MESSAGES, EnvoyClient
 from tests.e2e.stack import FAST_AND_SLOW, PatientStack, here
 from tests.waiting import until, until_read
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
-
 LONG = 3000  # tokens of a response that `one` has not finished when it is paused
 
 

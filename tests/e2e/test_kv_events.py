@@ -5,7 +5,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import pytest
 import pytest_asyncio
 
 from extproc.lab.harness.processes import free_port
@@ -15,8 +14,6 @@ from tests.e2e.client import EnvoyClient
 from tests.e2e.conftest import SETTINGS
 from tests.e2e.stack import PatientStack, here
 from tests.waiting import until, until_read
-
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 KV_TOKENS = 4096
 

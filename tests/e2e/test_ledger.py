@@ -21,11 +21,7 @@ REPLICA = (SimulatedReplica("one", "llama-8b-a10"),)
 
 
 MODES = ["BUFFERED", "FULL_DUPLEX_STREAMED"]
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.parametrize("stack", MODES, indirect=True),
-]
+pytestmark = pytest.mark.parametrize("stack", MODES, indirect=True)
 
 
 class BodyModeStack(Behind):

@@ -29,8 +29,6 @@ from tests.e2e.client import CHAT, MESSAGES, EnvoyClient, RoutedAnswer
 from tests.e2e.stack import FAST_AND_SLOW, Behind, PatientStack, ext_proc_of, here
 from tests.waiting import PATIENCE_S, until_read
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
-
 SESSION = "x-session-id"
 OWN = {"x-vllm-priority": "7", "x-data-parallel-rank": "0", "x-own": "kept"}
 TWENTY_MB = 20_000_000

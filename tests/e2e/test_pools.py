@@ -19,8 +19,6 @@ from tests.e2e.client import CHAT, MESSAGES, EnvoyClient, RoutedAnswer
 from tests.e2e.stack import PatientStack, cluster_of, ext_proc_of, here, of_pool, replicas
 from tests.waiting import until, until_read
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
-
 A10, H100 = "llama-8b-a10", "llama-8b-h100"
 SETTINGS: dict[str, dict[str, object]] = {
     "hold": {

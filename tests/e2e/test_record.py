@@ -14,8 +14,6 @@ from extproc.lab.replay.recorded import Recorded, read
 from tests.e2e.conftest import SETTINGS
 from tests.e2e.stack import PatientStack, here
 
-pytestmark = pytest.mark.process
-
 CANARY, REQUESTS = "xylophone", 48
 FLEET = [SimulatedReplica(name, "llama-3-8b-a100") for name in ("one", "two")]
 

@@ -11,8 +11,6 @@ from extproc.lab.harness.stack import MODEL
 from tests.e2e.client import CHAT, MESSAGES, EnvoyClient
 from tests.e2e.stack import PatientStack
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
-
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": MESSAGES},
     "/v1/completions": {"prompt": "The sea", "max_tokens": 8},

@@ -13,8 +13,6 @@ from tests.e2e.client import EnvoyClient, RoutedAnswer
 from tests.e2e.stack import FAST_AND_SLOW, PatientStack, here
 from tests.waiting import until_read
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
-
 PATIENCE_S = 0.4  # Envoy hedges a request that is not answered by then
 OUTLASTING = 120  # tokens that take `one` longer, and `two` several times as long
 TOLERATED = 3  # failures in a row before a replica is ejected

@@ -23,11 +23,7 @@ AT_ONCE = 100  # uploads that begin together
 CHUNKS = 24
 ENDLESS = 3000  # tokens of a response that does not end during a test
 ENVOYS = ("envoy", "endpoint_picker")  # buffered bodies, and full duplex
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.parametrize("stack", ENVOYS, indirect=True),
-]
+pytestmark = pytest.mark.parametrize("stack", ENVOYS, indirect=True)
 
 
 class TrailersStack(Behind):

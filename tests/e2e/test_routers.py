@@ -23,8 +23,6 @@ from tests.proxy.envoy_side import EnvoySide
 from tests.proxy.replies import destination
 from tests.waiting import until, until_read
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
-
 REPLICAS = tuple(SimulatedReplica(f"r{number}", "llama-8b-h100") for number in range(4))
 RESPONSES = "/v1/responses"
 TIMES = 6  # requests that hit the same one of four replicas by chance in one of 4,096 cases

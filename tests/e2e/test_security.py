@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of
@@ -15,8 +14,6 @@ from tests.certificates import Authority
 from tests.e2e.client import EnvoyClient
 from tests.e2e.stack import PatientStack, cluster_of, here
 from tests.waiting import until
-
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 DOCS = Path(__file__).parents[2] / "docs"
 REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100") for name in ("one", "two"))

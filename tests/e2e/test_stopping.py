@@ -16,9 +16,6 @@ from tests.e2e.stack import PatientStack, here
 from tests.e2e.test_failures import more, traffic
 from tests.waiting import until_read
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
-
-
 TIMES = 10
 
 

@@ -15,8 +15,6 @@ from tests.e2e.client import EnvoyClient
 from tests.e2e.stack import Behind, PatientStack, ext_proc_of, here
 from tests.waiting import until, until_read
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
-
 FIT = 4
 SMALL = ("--kv-tokens", str(FIT * 1152))  # a replica has room for four requests of this test
 REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100", SMALL) for name in ("one", "two"))
