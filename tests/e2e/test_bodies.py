@@ -6,7 +6,6 @@ import itertools
 import json
 from collections.abc import AsyncIterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -16,7 +15,7 @@ from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.stack import SimulatedReplica
 from tests.e2e.client import CHAT, EnvoyClient, RoutedAnswer
 from tests.e2e.stack import Behind, PatientStack, ext_proc_of, here
-from tests.waiting import until, until_read
+from tests.waiting import until_read
 
 OBJECTIVE = "x-gateway-inference-objective"
 SHORT, ADAPTER = ("--max-model-len", "4096"), ("--lora-modules", "law")
@@ -53,9 +52,6 @@ pytestmark = pytest.mark.parametrize("stack", ENVOYS, indirect=True)
 class RewritingStack(Behind):
     """Two replicas of one model under different names: one orders by priority, one by arrival."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, here(REPLICAS), SETTINGS, pollers=0)
-
     def _configuration(self) -> dict[str, Any]:
         return {**super()._configuration(), "priority_scheduling": True}
 
@@ -66,8 +62,7 @@ class RewritingStack(Behind):
         return bootstrap
 
 
-def system(directory: Path) -> PatientStack:
-    return RewritingStack(directory)
+system = partial(RewritingStack, replicas=here(REPLICAS), settings=SETTINGS, pollers=0)
 
 
 def names_sent(answers: list[RoutedAnswer]) -> set[str]:
@@ -96,7 +91,7 @@ async def test_every_name_is_listed_as_vllm_lists_its_models(
     for replica in REPLICAS:
         async with client.session.get(f"http://{stack.address(replica.name)}/v1/models") as models:
             own |= {model["id"]: model for model in (await models.json())["data"]}
-        await until_read(partial(client.replica, replica.name), lambda now: now["models"])
+        await client.replica_is(replica.name, lambda now: now["models"])
     async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as sdk:
         found = {model.id: model.to_dict() async for model in sdk.models.list()}
     assert [*found] == ["canary", "chat/latest", "llama", "law", "llama-a", "llama-b"]
@@ -161,7 +156,7 @@ async def ask(client: EnvoyClient, objective: str, tokens: int, **fields: object
 
 async def test_objective_orders_requests_by_priority_in_vllm(client: EnvoyClient) -> None:
     for replica in REPLICAS:
-        await until_read(partial(client.replica, replica.name), lambda now: now["takes_priority"])
+        await client.replica_is(replica.name, lambda now: now["takes_priority"])
     ended: list[str] = []
 
     async def send(objective: str, **fields: object) -> None:
@@ -169,7 +164,7 @@ async def test_objective_orders_requests_by_priority_in_vllm(client: EnvoyClient
 
     async def queue(count: int, objective: str, **fields: object) -> None:
         tasks.extend(asyncio.create_task(send(objective, **fields)) for _ in range(count))
-        await until(lambda: at_replicas(client, len(tasks)))
+        await until_read(partial(client.load, "one", "two"), lambda now: now == len(tasks))
 
     tasks: list[asyncio.Task[None]] = []
     await client.slow(100.0)
@@ -187,7 +182,3 @@ async def test_objective_orders_requests_by_priority_in_vllm(client: EnvoyClient
     assert served == {name: ["busy", *then] for name, then in order.items()}, (
         "priorities of clients have no effect"
     )
-
-
-async def at_replicas(client: EnvoyClient, count: int) -> bool:
-    return sum([await client.load(replica.name) for replica in REPLICAS]) == count

@@ -10,7 +10,7 @@ concern a gateway's controller and are left out: ``InferencePoolAccepted``,
 
 import asyncio
 from copy import deepcopy
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +18,9 @@ import pytest
 from extproc.lab.harness.envoy_config import Bootstrap, endpoints, manager_of
 from extproc.lab.harness.stack import SimulatedReplica
 from extproc.lab.simulator import SERVED_BY_HEADER
-from tests.e2e.client import EnvoyClient, RoutedAnswer
+from tests.e2e.client import HEALTHY_ROUTERS, EnvoyClient, RoutedAnswer
 from tests.e2e.stack import PatientStack, bootstrap_of, cluster_of, here, of_pool
-from tests.waiting import until
+from tests.waiting import until_read
 
 SELECTION = "test-epp-endpoint-selection"
 A10 = "llama-8b-a10"
@@ -73,8 +73,7 @@ def _weighted(route: dict[str, Any]) -> dict[str, Any]:
     return {"match": {"prefix": f"{WEIGHTED}/"}, "route": action}
 
 
-def system(directory: Path) -> PatientStack:
-    return GatewayStack(directory, here(FLEET), pollers=0)
+system = partial(GatewayStack, replicas=here(FLEET), pollers=0)
 
 
 async def selected(
@@ -146,14 +145,6 @@ async def test_epp_unavailable_fail_open(client: EnvoyClient, stack: PatientStac
     In full duplex, requests fail until Envoy's health check finds that the picker is gone.
     """
     assert served_by(await selected(client, stack, "one", requests=1), stack) == {"one"}
-    await stack.kill("router")
-
-    async def noticed() -> bool:
-        return await client.envoy_counts("^cluster.router.health_check.healthy$") == 0
-
-    try:
-        await until(noticed)
+    async with client.without_router():
+        await until_read(lambda: client.envoy_counts(HEALTHY_ROUTERS), lambda now: now == 0)
         assert served_by(await selected(client, stack, "one", requests=10), stack) <= set(PRIMARY)
-    finally:
-        await stack.start("router")
-        await stack.wait_routing()

@@ -49,7 +49,7 @@ async def test_replica_joins_drains_and_leaves(
 ) -> None:
     async def is_known(field: str) -> bool:
         """Return true if the router knows the new replica, and this field of it is true."""
-        fleet = (await client.fleet())["replicas"]
+        fleet = await client.replicas()
         return any(replica[field] for replica in fleet if replica["name"] == "new")
 
     async with new_replica(stack), traffic(client) as sent:
@@ -93,8 +93,7 @@ async def test_hung_replica_gets_nothing_while_router_is_down(
             await more(sent, 20)
         assert {answer.status for answer in sent} == {200}
         assert await members.requests("two") == before
-    await stack.start("router")
-    await stack.wait_routing()
+    await client.start_router()
 
 
 async def connected(client: EnvoyClient, state: int) -> None:

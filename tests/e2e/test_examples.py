@@ -3,7 +3,7 @@
 import asyncio
 import io
 import json
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import openai
@@ -15,7 +15,7 @@ from extproc.lab.harness.processes import answers
 from extproc.lab.harness.stack import MODEL
 from extproc.request.endpoint import PATHS
 from tests.e2e.client import CHAT, IN_TURN, MESSAGES, EnvoyClient
-from tests.e2e.stack import FAST_AND_SLOW, TRANSLATED, Behind, EdsStack, here
+from tests.e2e.stack import FAST_AND_SLOW, SETTINGS, TRANSLATED, Behind, EdsStack, here
 from tests.envoy.test_envoy import around_the_fragment
 from tests.waiting import until
 
@@ -33,10 +33,7 @@ NO_FALLBACK = {"original_dst"}
 class Examples(EdsStack, Behind):
     """A stack behind each file in turn; Envoy Gateway's and Istio's files are translated."""
 
-    def __init__(self, directory: Path) -> None:
-        serve = {"chunks_per_s": 1e6, "drain_s": 5.0}
-        super().__init__(directory, here(FAST_AND_SLOW), {"serve": serve})
-        self.name = "envoy"
+    name = "envoy"
 
     async def start(self, name: str) -> None:
         """Start Envoy when the router is ready: otherwise Envoy checks again a minute later."""
@@ -57,8 +54,7 @@ class Examples(EdsStack, Behind):
         return Behind._bootstrap(self)
 
 
-def system(directory: Path) -> Examples:
-    return Examples(directory)
+system = partial(Examples, replicas=here(FAST_AND_SLOW), settings=SETTINGS)
 
 
 @pytest_asyncio.fixture(

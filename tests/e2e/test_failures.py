@@ -6,21 +6,15 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from math import log2
-from pathlib import Path
 
 from extproc.ground.clock import monotonic
-from extproc.lab.harness.stack import FLEET, MODEL
+from extproc.lab.harness.stack import MODEL
 from tests.e2e.client import CHAT, IN_TURN, MESSAGES, EnvoyClient, RoutedAnswer
-from tests.e2e.conftest import SETTINGS
-from tests.e2e.stack import PatientStack, here
+from tests.e2e.stack import PatientStack
 from tests.waiting import until, until_read
 
 OUTLIER = "outlier_detection.ejections"
 AT_ONCE = 16  # most requests of steady traffic in flight: a busy machine gets fewer
-
-
-def system(directory: Path) -> PatientStack:
-    return PatientStack(directory, here(FLEET), SETTINGS)
 
 
 @asynccontextmanager
@@ -61,23 +55,11 @@ async def more(answers: list[RoutedAnswer], count: int) -> list[RoutedAnswer]:
     return later()
 
 
-async def routed_again(client: EnvoyClient) -> None:
-    await until_read(lambda: client.chat(tokens=1), lambda now: now.decisions)
-
-
-@asynccontextmanager
-async def without_router(client: EnvoyClient, stack: PatientStack) -> AsyncIterator[None]:
-    await stack.kill("router")
-    yield
-    await stack.start("router")
-    await routed_again(client)
-
-
-async def test_envoy_serves_while_router_is_down(client: EnvoyClient, stack: PatientStack) -> None:
+async def test_envoy_serves_while_router_is_down(client: EnvoyClient) -> None:
     async with traffic(client) as answers:
         await more(answers, 5)
         before = await fail_open(client)
-        async with without_router(client, stack):
+        async with client.without_router():
             await more(answers, 15)
         await more(answers, 10)
     assert {answer.status for answer in answers} == {200}
@@ -95,9 +77,7 @@ async def fail_open(client: EnvoyClient) -> dict[str, float]:
     return {name: float(count) for name, count in found}
 
 
-async def test_outlier_detection_ejects_failing_replica_without_router(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
+async def test_outlier_detection_ejects_failing_replica_without_router(client: EnvoyClient) -> None:
     async def count(name: str) -> int:
         return await client.envoy_counts(f"^cluster.replicas.{name}$")
 
@@ -112,13 +92,13 @@ async def test_outlier_detection_ejects_failing_replica_without_router(
         assert before[1] != after[1] or before == after
         return before == after
 
-    async with without_router(client, stack), client.simulating("fast-2", fail=500):
+    async with client.without_router(), client.simulating("fast-2", fail=500):
         await until(untouched)
         assert await count("retry.upstream_rq_500") >= 5
 
 
 async def test_requests_with_bodies_on_their_way_survive_death_of_router(
-    client: EnvoyClient, stack: PatientStack
+    client: EnvoyClient,
 ) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 500_000}}
     messages = [{"role": "user", "content": [{"type": "text", "text": "Look."}, image]}]
@@ -126,7 +106,7 @@ async def test_requests_with_bodies_on_their_way_survive_death_of_router(
     before = await client.envoy_counts(opened)
     requests = asyncio.gather(*(client.chat(messages=messages) for _ in range(64)))
     await until_read(lambda: client.envoy_counts(opened), lambda now: now > before)
-    async with without_router(client, stack):
+    async with client.without_router():
         assert {answer.status for answer in await requests} == {200}
 
 
@@ -135,7 +115,7 @@ async def test_requests_go_on_while_router_hangs(client: EnvoyClient, stack: Pat
     with stack.paused("router"):
         answers = await asyncio.gather(*(client.send("POST", CHAT, body) for _ in range(10)))
     assert {answer.status for answer in answers} == {200}
-    await routed_again(client)
+    await client.routes_again()
     await client.has_in_flight(0)
 
 
@@ -146,14 +126,11 @@ async def test_routing_goes_on_while_redis_is_down(
         await more(answers, 5)
         await stack.kill("redis")
         await more(answers, 20)
-        seen = (await client.fleet())["replicas"][0]["scraped_at"]
+        seen = (await client.replicas())[0]["scraped_at"]
         await stack.start("redis")
-
-        async def fresh() -> bool:
-            replicas = (await client.fleet())["replicas"]
-            return all(replica["scraped_at"] > seen + 1 for replica in replicas)
-
-        await until(fresh)
+        await until_read(
+            client.replicas, lambda now: all(each["scraped_at"] > seen + 1 for each in now)
+        )
         await more(answers, 5)
     assert {answer.status for answer in answers} == {200}
     assert all(answer.decisions for answer in answers)
@@ -166,14 +143,10 @@ async def test_dead_replica_gets_no_requests_until_restart(
         await more(answers, 5)
         stopped = monotonic()
         await stack.stop("fast-1")
-
-        async def known(healthy: bool) -> bool:
-            return bool((await client.replica("fast-1"))["healthy"] is healthy)
-
-        await until(lambda: known(False))
+        await client.replica_is("fast-1", lambda now: not now["healthy"])
         later = await more(answers, 15)
         await stack.start("fast-1")
-        await until(lambda: known(True))
+        await client.replica_is("fast-1", lambda now: now["healthy"])
         await more(answers, 5)
     # Requests in flight on the replica may fail with it.
     assert {answer.status for answer in answers if answer.sent > stopped} == {200}
@@ -189,12 +162,10 @@ async def test_replica_that_fails_fast_is_ejected_until_healthy(client: EnvoyCli
     assert {answer.status for answer in answers} == {200}
     chosen = [answer.decision["replica_name"] for answer in answers]
     assert 0 < chosen.count("fast-2") <= 3 + probes
-
-    async def back() -> bool:
-        answer = await client.chat(headers=IN_TURN)
-        return bool(answer.decision["replica_name"] == "fast-2" and answer.status == 200)
-
-    await until(back)
+    await until_read(
+        lambda: client.chat(headers=IN_TURN),
+        lambda now: (now.status, now.decision["replica_name"]) == (200, "fast-2"),
+    )
 
 
 async def test_sigterm_lets_open_streams_end(client: EnvoyClient, stack: PatientStack) -> None:
@@ -207,5 +178,4 @@ async def test_sigterm_lets_open_streams_end(client: EnvoyClient, stack: Patient
     assert answer.body.rstrip().endswith(b"data: [DONE]")
     assert await router.wait() == 0
     await client.simulate(busy, slow=1.0)
-    await stack.start("router")
-    await routed_again(client)
+    await client.start_router()

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
+from functools import partial
 
 import aiohttp
 import pytest
@@ -12,7 +12,6 @@ from openai import AsyncOpenAI
 from extproc.lab.harness.stack import MODEL
 from tests.e2e.client import CHAT, MESSAGES, EnvoyClient
 from tests.e2e.stack import FAST_AND_SLOW, PatientStack, here
-from tests.waiting import until, until_read
 
 LONG = 3000  # tokens of a response that `one` has not finished when it is paused
 
@@ -21,33 +20,15 @@ class Doubting(PatientStack):
     doubts_s = 0.1
 
 
-def system(directory: Path) -> PatientStack:
-    serve = {"hung_s": 2.0, "chunks_per_s": 1e6}
-    return Doubting(directory, here(FAST_AND_SLOW, "one"), {"serve": serve})
+SERVE = {"hung_s": 2.0, "chunks_per_s": 1e6}
+system = partial(Doubting, replicas=here(FAST_AND_SLOW, "one"), settings={"serve": SERVE})
 
 
 @asynccontextmanager
 async def one_hangs(stack: PatientStack, client: EnvoyClient) -> AsyncIterator[None]:
     with stack.paused("one"):
         yield
-
-    async def back() -> bool:
-        replica = await client.replica("one")
-        return bool(replica["healthy"] and not replica["unanswered_s"])
-
-    await until(back)
-
-
-async def has_in_flight(client: EnvoyClient, name: str, requests: int) -> None:
-    await until_read(lambda: client.replica(name), lambda now: now["in_flight"] == requests)
-
-
-async def avoided(client: EnvoyClient) -> None:
-    async def owes() -> bool:
-        replica = await client.replica("one")
-        return bool(replica["healthy"] and replica["unanswered_s"] >= 0.5)
-
-    await until(owes)
+    await client.replica_is("one", lambda now: now["healthy"] and not now["unanswered_s"])
 
 
 async def test_hung_replica_is_avoided_and_its_requests_are_ended(
@@ -61,9 +42,11 @@ async def test_hung_replica_is_avoided_and_its_requests_are_ended(
         session.post(stack.url + CHAT, json=body, headers=long) as stream,
     ):
         await stream.content.readany()
-        await has_in_flight(client, "one", 2)
+        await client.replica_is("one", lambda now: now["in_flight"] == 2)
         async with one_hangs(stack, client):
-            await avoided(client)
+            await client.replica_is(
+                "one", lambda now: now["healthy"] and now["unanswered_s"] >= 0.5
+            )
             later = [await client.chat(tokens=2) for _ in range(10)]
             with pytest.raises(aiohttp.ClientPayloadError):
                 await stream.read()
@@ -89,9 +72,9 @@ async def test_retry_of_ended_request_is_served_by_other_replica(
                 extra_headers={"x-simulate-output-tokens": str(LONG)},
             )
         )
-        await has_in_flight(client, "one", 1)
+        await client.replica_is("one", lambda now: now["in_flight"] == 1)
         async with one_hangs(stack, client):
-            await has_in_flight(client, "two", 1)
+            await client.replica_is("two", lambda now: now["in_flight"] == 1)
             await client.simulate("two", slow=0.01)
             answer = await asked
     assert (answer.status_code, answer.retries_taken) == (200, 1)

@@ -8,6 +8,7 @@ import resource
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -82,6 +83,8 @@ class RecordingStack(Behind):
 class ObservedStack(RecordingStack):
     """An Envoy that takes turns between the replicas, and sends the router every response."""
 
+    name = "observe"
+
     def _bootstrap(self) -> Bootstrap:
         bootstrap = super()._bootstrap()
         sampled, _ = manager_of(bootstrap)["route_config"]["virtual_hosts"][0]["routes"]
@@ -91,10 +94,7 @@ class ObservedStack(RecordingStack):
         return bootstrap
 
 
-def system(directory: Path) -> PatientStack:
-    observed = ObservedStack(directory, here(FAST_AND_SLOW), OBSERVE, pollers=0)
-    observed.name = "observe"
-    return observed
+system = partial(ObservedStack, replicas=here(FAST_AND_SLOW), settings=OBSERVE, pollers=0)
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="session")
@@ -159,26 +159,18 @@ def names(found: list[ReceivedRequest]) -> set[frozenset[str]]:
 
 
 async def test_envoy_alone_decides_and_no_byte_changes(client: EnvoyClient) -> None:
-    before = await client.metric('extproc_requests_total{result="observed"}')
+    observed = partial(client.metric, 'extproc_requests_total{result="observed"}')
+    before = await observed()
     await in_turn(client)
-    await until_read(
-        lambda: client.metric('extproc_requests_total{result="observed"}'),
-        lambda now: now == before + 8,
-    )
+    await until_read(observed, lambda now: now == before + 8)
     for result in ("routed", "refused", "unrouted", "gave_up"):
         assert await client.metric(f'extproc_requests_total{{result="{result}"}}') == 0
 
 
-async def test_requests_are_the_same_without_a_router(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
+async def test_requests_are_the_same_without_a_router(client: EnvoyClient) -> None:
     observed = names(await in_turn(client))
-    await stack.kill("router")
-    try:
+    async with client.without_router():
         assert names(await in_turn(client)) == observed
-    finally:
-        await stack.start("router")
-        await stack.wait_routing()
 
 
 async def test_predictions_are_compared_with_choice_of_envoy(
@@ -228,18 +220,14 @@ async def test_hung_router_delays_no_request(client: EnvoyClient, stack: Patient
             assert streamed.body.endswith(b"data: [DONE]\n\n")
 
 
-async def test_killed_router_ends_no_request(client: EnvoyClient, stack: PatientStack) -> None:
+async def test_killed_router_ends_no_request(client: EnvoyClient) -> None:
     requests = [asyncio.create_task(send(client, odd_body(tokens=100, stream=True)))]
     await client.busy()
-    await stack.kill("router")
-    requests += [asyncio.create_task(send(client, odd_body())) for _ in range(4)]
-    try:
+    async with client.without_router():
+        requests += [asyncio.create_task(send(client, odd_body())) for _ in range(4)]
         for answer in await asyncio.gather(*requests):
             assert answer.status == 200
         assert (await requests[0]).body.endswith(b"data: [DONE]\n\n")
-    finally:
-        await stack.start("router")
-        await stack.wait_routing()
 
 
 def fill_memory(pid: int) -> None:
@@ -251,13 +239,14 @@ def fill_memory(pid: int) -> None:
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def router_with_full_memory(stack: PatientStack) -> AsyncIterator[Process]:
+async def router_with_full_memory(
+    client: EnvoyClient, stack: PatientStack
+) -> AsyncIterator[Process]:
     process = stack.process("router")
     fill_memory(process.pid)
     yield process
     await stack.kill("router")
-    await stack.start("router")
-    await stack.wait_routing()
+    await client.start_router()
 
 
 async def test_router_with_full_memory_changes_no_request(

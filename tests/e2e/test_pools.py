@@ -3,8 +3,8 @@
 import asyncio
 import json
 from copy import deepcopy
+from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,10 +75,6 @@ class PoolsStack(PatientStack):
     ``/batch/`` to ``second``. Envoy sends ``narrow`` one request at a time.
     """
 
-    def __init__(self, directory: Path) -> None:
-        fleet = here(chain.from_iterable(POOLS.values()))
-        super().__init__(directory, fleet, SETTINGS)
-
     def _configuration(self) -> dict[str, Any]:
         whole = super()._configuration()
         by_name = {replica["name"]: replica for replica in whole["replicas"]}
@@ -131,15 +127,15 @@ def _by_prefix(host: dict[str, Any]) -> dict[str, Any]:
     return {"match": {"prefix": "/batch/"}, "route": route, "typed_per_filter_config": metadata}
 
 
-def system(directory: Path) -> PatientStack:
-    return PoolsStack(directory)
+FLEET = here(chain.from_iterable(POOLS.values()))
+system = partial(PoolsStack, replicas=FLEET, settings=SETTINGS)
 
 
 @pytest.mark.parametrize(("model", "replica"), [(MODEL, "llama"), (OTHER, "qwen")])
 async def test_request_goes_to_replica_with_its_model(
     client: EnvoyClient, model: str, replica: str
 ) -> None:
-    await until_read(lambda: client.replica(replica), lambda now: model in now["models"])
+    await client.replica_is(replica, lambda now: model in now["models"])
     for _ in range(4):
         answer = await client.chat(model=model)
         assert answer.status == 200
@@ -191,7 +187,7 @@ async def test_unknown_pool_is_logged_once_and_served(
 
 async def test_fleet_page_shows_every_pool(client: EnvoyClient) -> None:
     await client.has_in_flight(0)
-    shown = {replica["name"]: replica["pool"] for replica in (await client.fleet())["replicas"]}
+    shown = {replica["name"]: replica["pool"] for replica in await client.replicas()}
     assert shown == {replica.name: pool for pool, fleet in POOLS.items() for replica in fleet}
 
 
@@ -335,11 +331,8 @@ async def test_replica_without_prefix_cache_has_no_expected_hits(client: EnvoyCl
 async def test_full_circuit_breaker_excludes_no_replica(client: EnvoyClient) -> None:
     narrow = client.of("narrow")
     long = asyncio.create_task(narrow.chat(tokens=20_000))
-
-    async def arrived() -> bool:
-        return sum([await client.load(replica.name) for replica in POOLS["narrow"]]) == 1
-
-    await until(arrived)
+    names = [replica.name for replica in POOLS["narrow"]]
+    await until_read(lambda: client.load(*names), lambda now: now == 1)
     refused = [await narrow.chat(tokens=1) for _ in range(5)]
     assert [answer.status for answer in refused] == [503] * 5
     assert all(answer.decision["excluded"] == [] for answer in refused)
@@ -353,7 +346,7 @@ async def test_model_whose_replicas_are_down_gets_503(
 ) -> None:
     assert (await client.chat()).decision["replica_name"] == "llama"
     await stack.kill("llama")
-    await until_read(lambda: client.replica("llama"), lambda now: not now["healthy"])
+    await client.replica_is("llama", lambda now: not now["healthy"])
     for answer in await asyncio.gather(*(client.chat() for _ in range(4))):
         assert answer.status == 503, "404 would be the answer of another model's replica"
         assert answer.headers["Retry-After"] == "1"
@@ -365,25 +358,16 @@ async def test_model_whose_replicas_are_down_gets_503(
     assert (await client.chat(model=MODEL)).decision["replica_name"] == "llama"
 
 
-async def down(client: EnvoyClient) -> bool:
-    return not (await client.replica("alone"))["healthy"]
-
-
 async def test_request_waits_for_only_replica_to_return(
     client: EnvoyClient, stack: PatientStack
 ) -> None:
     alone = client.of("alone")
     await until_read(alone.chat, lambda now: now.status == 200)
     await stack.stop("alone")
-    await until(lambda: down(client))
+    await client.replica_is("alone", lambda now: not now["healthy"])
     waits = asyncio.create_task(alone.chat())
-
-    unserved_metric = f'extproc_requests_unserved{{model="{MODEL}",pool="alone"}}'
-
-    async def unserved() -> bool:
-        return await client.metric(unserved_metric) == 1.0
-
-    await until(unserved)
+    unserved = f'extproc_requests_unserved{{model="{MODEL}",pool="alone"}}'
+    await until_read(lambda: client.metric(unserved), lambda now: now == 1.0)
     assert await client.metric('extproc_replicas_needed{pool="alone"}') >= 1.0
     await stack.start("alone")
     answer = await waits

@@ -3,14 +3,14 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from pathlib import Path
+from functools import partial
 
 import aiohttp
 import pytest
 
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from tests.e2e.client import EnvoyClient, RoutedAnswer
-from tests.e2e.stack import FAST_AND_SLOW, PatientStack, here
+from tests.e2e.stack import FAST_AND_SLOW, SETTINGS, PatientStack, here
 from tests.waiting import until_read
 
 PATIENCE_S = 0.4  # Envoy hedges a request that is not answered by then
@@ -33,8 +33,7 @@ class Hedging(PatientStack):
         return bootstrap
 
 
-def system(directory: Path) -> PatientStack:
-    return Hedging(directory, here(FAST_AND_SLOW, "one"), {"serve": {"chunks_per_s": 1e6}})
+system = partial(Hedging, replicas=here(FAST_AND_SLOW, "one"), settings=SETTINGS)
 
 
 async def finished(client: EnvoyClient) -> dict[str, float]:
@@ -87,10 +86,6 @@ async def serves_again(client: EnvoyClient) -> None:
     await until_read(lambda: client.chat(tokens=1), lambda now: way(client, now) == ("one", "one"))
 
 
-async def arrives_at(client: EnvoyClient, name: str) -> None:
-    await until_read(lambda: client.replica(name), lambda now: now["in_flight"] == 1)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_hedge_won_by_first_replica_ejects_neither(client: EnvoyClient, stream: bool) -> None:
     before = await retries(client)
@@ -117,7 +112,7 @@ async def test_hedge_won_by_second_replica_is_booked_there(
 async def test_retried_request_moves_in_ledger_to_serving_replica(client: EnvoyClient) -> None:
     async def followed() -> RoutedAnswer:
         request = asyncio.create_task(client.chat(tokens=OUTLASTING, stream=True))
-        await arrives_at(client, "two")
+        await client.replica_is("two", lambda now: now["in_flight"] == 1)
         assert (await client.replica("one"))["in_flight"] == 0
         return await request
 
@@ -134,7 +129,7 @@ async def test_request_on_dying_replica_is_retried(
 ) -> None:
     async def killed() -> RoutedAnswer:
         request = asyncio.create_task(client.chat(tokens=OUTLASTING))
-        await arrives_at(client, "one")
+        await client.replica_is("one", lambda now: now["in_flight"] == 1)
         await stack.kill("one")
         return await request
 

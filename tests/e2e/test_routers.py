@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
+from functools import partial
 from socket import gethostname
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.e2e.client import EnvoyClient, RoutedAnswer
 from tests.e2e.stack import PatientStack, ext_proc_of, here, replicas
 from tests.proxy.envoy_side import EnvoySide
 from tests.proxy.replies import destination
-from tests.waiting import until, until_read
+from tests.waiting import until
 
 REPLICAS = tuple(SimulatedReplica(f"r{number}", "llama-8b-h100") for number in range(4))
 RESPONSES = "/v1/responses"
@@ -41,9 +41,6 @@ _AFFINITY: dict[str, dict[str, object]] = {
 class RouterPair(PatientStack):
     """Two routers and four equal replicas; Envoy sends the headers that name sessions."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, here(REPLICAS), _AFFINITY, routers=2)
-
     def _bootstrap(self) -> Bootstrap:
         bootstrap = super()._bootstrap()
         headers = ["request.headers['x-session-id']", "request.headers['cookie']"]
@@ -51,8 +48,7 @@ class RouterPair(PatientStack):
         return bootstrap
 
 
-def system(directory: Path) -> PatientStack:
-    return RouterPair(directory)
+system = partial(RouterPair, replicas=here(REPLICAS), settings=_AFFINITY, routers=2)
 
 
 async def routed_by_each(client: EnvoyClient) -> list[float]:
@@ -128,12 +124,12 @@ async def test_session_leaves_draining_and_dead_replicas(
     named = {"x-session-id": "leaves"}
     home = await stays(client, named)
     assert await replicas(stack, "drain", home) == 0
-    await until_read(lambda: client.replica(stack.name_of(home)), lambda now: now["draining"])
+    await client.replica_is(stack.name_of(home), lambda now: now["draining"])
     second = await stays(client, named)
     assert second != home
     assert await replicas(stack, "undrain", home) == 0
     await stack.kill(stack.name_of(second))
-    await until_read(lambda: client.replica(stack.name_of(second)), lambda now: not now["healthy"])
+    await client.replica_is(stack.name_of(second), lambda now: not now["healthy"])
     assert await stays(client, named) != second
     await stack.start(stack.name_of(second))
     await stack.wait_routing()
