@@ -1,4 +1,5 @@
-"""A simulated replica that runs 50 times as fast, and a check of a command's refusal."""
+"""Shipped traces and fleets, a simulated replica that runs 50 times as fast, and a check of a
+command's refusal."""
 
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -8,6 +9,11 @@ import pytest
 
 from extproc.lab.simulator.replica import Replica, ReplicaSettings
 from extproc.lab.simulator.server import start
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TRACES, FLEETS = BENCHMARKS / "traces", BENCHMARKS / "fleets"
+CONVERSATION = TRACES / "azure-2023-conv.jsonl.gz"
+MIXED = FLEETS / "mixed.yaml"
 
 
 @pytest.fixture
