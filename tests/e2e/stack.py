@@ -85,11 +85,8 @@ class PatientStack(stack.Stack):
         _python, _option, _module, *arguments = super()._service(name)
         constants = self._router_constants() if name in self.routers else {}
         if name in (self.pollers or self.routers):
-            constants |= self._poller_constants()
+            constants |= {"extproc.poll.replica.SILENCE_STEP_S": self.doubts_s}
         return patched(constants, *arguments) if constants else super()._service(name)
-
-    def _poller_constants(self) -> dict[str, object]:
-        return {"extproc.poll.replica.SILENCE_STEP_S": self.doubts_s}
 
     def _router_constants(self) -> dict[str, object]:
         return {}

@@ -92,7 +92,9 @@ async def test_client_cannot_choose_engine_of_replica(client: EnvoyClient) -> No
 
 
 async def test_envoy_follows_choice_to_each_replica(client: EnvoyClient, stack: Examples) -> None:
-    answers = [await client.chat(tokens=5, headers=IN_TURN) for _ in range(8)]
+    """A destination that the client names has no effect."""
+    forged = {"x-gateway-destination-endpoint": stack.address("one")}
+    answers = [await client.chat(tokens=5, headers=IN_TURN | forged) for _ in range(8)]
     assert {answer.status for answer in answers} == {200}
     decisions = [answer.decision for answer in answers]
     assert all(decision["outcome"]["served_by"] == decision["replica"] for decision in decisions)

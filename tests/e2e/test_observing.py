@@ -278,26 +278,19 @@ class Shared(RecordingStack):
         return bootstrap
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def sharing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PatientStack]:
-    directory = tmp_path_factory.mktemp("share")
-    async with Shared(directory, here(FAST_AND_SLOW), SHARE, pollers=0) as stack:
-        yield stack
-
-
 async def test_share_of_sessions_is_routed_and_rest_is_left_alone(
-    client: EnvoyClient, sharing: PatientStack
+    client: EnvoyClient, tmp_path: Path
 ) -> None:
-    client, config = EnvoyClient(sharing, client.session), load({}, {}, sharing.config_file)
-    sides = set[bool]()
-    for session in map(str, range(8)):
-        steered = is_steered(config, {SESSION: session})
-        sides.add(steered)
-        for _ in range(2):
-            body = odd_body()
-            found = recorded(client, await send(client, body, **{SESSION: session}))
-            assert (DESTINATION in found.headers) is steered
-            assert found.body == body
+    sides, body = set[bool](), odd_body()
+    async with Shared(tmp_path, here(FAST_AND_SLOW), SHARE, pollers=0) as stack:
+        client, config = EnvoyClient(stack, client.session), load({}, {}, stack.config_file)
+        for session in map(str, range(8)):
+            steered = is_steered(config, {SESSION: session})
+            sides.add(steered)
+            for _ in range(2):
+                found = recorded(client, await send(client, body, **{SESSION: session}))
+                assert (DESTINATION in found.headers) is steered
+                assert found.body == body
     assert sides == {True, False}
 
 

@@ -1,4 +1,4 @@
-"""Pools behind one Envoy, which differ in models, context lengths, adapters and caches."""
+"""Pools behind one Envoy, which differ in models, adapters and caches."""
 
 import asyncio
 import json
@@ -30,11 +30,10 @@ SETTINGS: dict[str, dict[str, object]] = {
         },
     },
     "serve": {"chunks_per_s": 1e6},
-    "poll": {"interval_s": 0.5},  # of fifteen replicas
+    "poll": {"interval_s": 0.5},  # of thirteen replicas
 }
 ADAPTERS, UNLOADED = ("law", "code"), "tax"
 UNIT = 64  # tokens of a prompt that are cached together
-WORDS = "sea " * 10_000
 OTHER = "qwen-7b"
 LOAD_S = 0.5  # seconds that an adapter takes to load
 _REPORTS_CACHED = "--enable-prompt-tokens-details"
@@ -47,10 +46,6 @@ POOLS = {
         SimulatedReplica("qwen", A10, ("--model", OTHER)),
     ),
     "second": (SimulatedReplica("second-1", A10), SimulatedReplica("second-2", A10)),
-    "contexts": (
-        SimulatedReplica("short", H100, ("--max-model-len", "4096")),
-        SimulatedReplica("long", A10),
-    ),
     "adapters": (
         SimulatedReplica("lora-1", H100, _LOADING),
         SimulatedReplica("lora-2", H100, _LOADING),
@@ -199,23 +194,6 @@ async def test_command_lists_one_pool(
     assert [replica["name"] for replica in listed] == ["second-1", "second-2"]
     assert await replicas(stack, "list", "--pool", "secnd") == 2
     assert "no pool 'secnd' is configured; did you mean 'second'?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (CHAT, {"messages": [{"role": "user", "content": WORDS}], "n": 4, "max_tokens": 4}),
-        ("/v1/completions", {"prompt": ["sea"] * 9 + [WORDS], "max_tokens": 4}),
-        ("/v1/embeddings", {"input": [WORDS, "sea"]}),
-        ("/v1/rerank", {"query": "sea", "documents": ["sea", WORDS]}),
-    ],
-)
-async def test_request_goes_where_its_longest_prompt_fits(
-    client: EnvoyClient, path: str, body: dict[str, Any]
-) -> None:
-    answer = await client.of("contexts").request("POST", path, {"model": MODEL} | body)
-    assert answer.status == 200
-    assert (answer.decision["replica_name"], answer.decision["second"]) == ("long", None)
 
 
 @pytest.mark.parametrize("header", TARGETS)
