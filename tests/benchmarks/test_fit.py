@@ -26,10 +26,8 @@ from benchmarks.fit.replay import (
 )
 from benchmarks.trace import TracedRequest
 from extproc.lab.harness.processes import free_port
-from extproc.lab.simulator.replica import Replica, ReplicaSettings
-from extproc.lab.simulator.server import start
 from extproc.predict.step import StepModel
-from tests.benchmarks.conftest import CONVERSATION
+from tests.benchmarks.conftest import CONVERSATION, simulated
 
 LIMITS = EngineLimits(max_num_seqs=16, token_budget=2048, block_size=128, kv_tokens=32_768)
 TRUE = StepModel(0.013, 0.0007, 0.0008, 2.5e-6, 5e-7, 0.008)
@@ -98,12 +96,9 @@ def test_trace_without_enough_requests_is_refused() -> None:
 
 
 async def test_recorder_sends_the_lengths_of_the_trace() -> None:
-    replica = Replica(ReplicaSettings(model="model", profile="llama-8b-h100", speed=20))
-    serving = await start(replica, "127.0.0.1", 0)
-    client = RecordingClient(f"127.0.0.1:{serving.port}", "model", Random(0))
     traced = [TracedRequest(0.01 * n, 50 + n, 20 + n, None) for n in range(20)]
-    run = await client.play("run", [traced])
-    await serving.runner.cleanup()
+    async with simulated(model="m", profile="llama-8b-h100", speed=20) as (replica, address):
+        run = await RecordingClient(address, "m", Random(0)).play("run", [traced])
     lengths = [(request.prompt_tokens, request.output_tokens) for request in run.requests]
     assert lengths == [(50 + n, 20 + n) for n in range(20)]
     assert all(0 < request.ttft_s < request.completion_s for request in run.requests)
