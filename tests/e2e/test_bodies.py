@@ -74,7 +74,6 @@ async def test_body_names_model_as_replica_serves_it(
     assert {answer.decision["served_as"] for answer in answers} == {"llama-a", "llama-b"}
     for answer in answers:
         record = answer.decision
-        assert answer.status == 200
         assert record["model"] == asked
         assert record["served_as"] == {"one": "llama-a", "two": "llama-b"}[record["replica_name"]]
         assert record["outcome"]["served_by"] == record["replica"]
@@ -104,8 +103,9 @@ async def test_request_that_only_names_a_model_reaches_a_replica_that_serves_it(
     """Two requests of each name: Envoy alone would send half of them to the wrong replica."""
     for model in ("llama", "chat/latest", "llama-a", "llama-b") * 2:
         answer = await client.request("POST", "/tokenize", {"model": model, "prompt": "The sea"})
-        assert (answer.status, answer.decisions) == (200, []), answer.body
-    answer = await client.request("POST", "/tokenize", {"model": "nobody's", "prompt": "The sea"})
+        assert answer.decisions == []
+    unknown = {"model": "nobody's", "prompt": "The sea"}
+    answer = await client.request("POST", "/tokenize", unknown, status=404)
     assert json.loads(answer.body)["error"]["code"] == "model_not_found"
 
 
@@ -125,7 +125,6 @@ async def test_rewritten_body_keeps_its_other_fields(client: EnvoyClient, chunke
         sent = pieces(data) if chunked else io.BytesIO(data)
         kind = {"content-type": "application/json"}
         answer = await client.request("POST", "/v1/embeddings", sent, kind)
-        assert answer.status == 200, answer.body[:300]
         counts.append(json.loads(answer.body)["usage"]["prompt_tokens"])
     assert len(set(counts)) == 1
 
@@ -133,10 +132,9 @@ async def test_rewritten_body_keeps_its_other_fields(client: EnvoyClient, chunke
 async def test_retry_avoids_replica_with_other_model_name(client: EnvoyClient) -> None:
     """The other replica would answer 404, which Envoy does not retry."""
     async with client.simulating("one", fail=503):
-        of_both = [await client.chat(model="llama") for _ in range(2)]
-        of_one = await client.chat(model="llama-a")
+        of_both = [await client.chat(model="llama", status=None) for _ in range(2)]
+        await client.chat(model="llama-a", status=503)
     assert {answer.status for answer in of_both} == {200, 503}
-    assert of_one.status == 503
 
 
 async def ask(client: EnvoyClient, objective: str, tokens: int, **fields: object) -> str:

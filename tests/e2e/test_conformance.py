@@ -77,7 +77,12 @@ system = partial(GatewayStack, replicas=here(FLEET), pollers=0)
 
 
 async def selected(
-    client: EnvoyClient, stack: PatientStack, *names: str, path: str = "", requests: int = 40
+    client: EnvoyClient,
+    stack: PatientStack,
+    *names: str,
+    path: str = "",
+    requests: int = 40,
+    status: int = 200,
 ) -> list[RoutedAnswer]:
     headers = {SELECTION: ",".join(stack.address(name) for name in names)}
     limit = asyncio.Semaphore(10)
@@ -85,13 +90,12 @@ async def selected(
     async def send() -> RoutedAnswer:
         async with limit:
             body = {"model": "llama-8b", "prompt": "San Francisco", "max_tokens": 2}
-            return await client.request("POST", f"{path}/v1/completions", body, headers)
+            return await client.request("POST", f"{path}/v1/completions", body, headers, status)
 
     return await asyncio.gather(*(send() for _ in range(requests)))
 
 
 def served_by(answers: list[RoutedAnswer], stack: PatientStack) -> set[str]:
-    assert {answer.status for answer in answers} == {200}
     return {stack.name_of(answer.headers[SERVED_BY_HEADER]) for answer in answers}
 
 
@@ -110,8 +114,7 @@ async def test_subset_without_endpoint_of_pool_gets_503(
     client: EnvoyClient, stack: PatientStack
 ) -> None:
     """The protocol demands it; the suite has no case."""
-    answers = await selected(client, stack, *SECONDARY, requests=3)
-    assert {answer.status for answer in answers} == {503}
+    await selected(client, stack, *SECONDARY, requests=3, status=503)
 
 
 async def test_gateway_destination_endpoint_served(

@@ -40,7 +40,7 @@ async def none_excluded(client: EnvoyClient) -> None:
 
 
 async def served(client: EnvoyClient, name: str) -> bool:
-    answer = await client.chat(tokens=1, headers=IN_TURN)
+    answer = await client.chat(tokens=1, headers=IN_TURN, status=None)
     return answer.status == 200 and answer.decision["replica_name"] == name
 
 
@@ -99,8 +99,8 @@ async def test_request_that_fails_everywhere_ejects_no_replica(
 ) -> None:
     await none_excluded(client)
     async with client.simulating("limited", **fault), client.simulating("plain", **fault):
-        answers = [await client.chat(headers=IN_TURN) for _ in range(10)]
-    assert {answer.status for answer in answers} == {status}
+        for _ in range(10):
+            await client.chat(headers=IN_TURN, status=status)
     assert not await excluded(client)
     chosen = [(await client.chat(headers=IN_TURN)).decision["replica_name"] for _ in range(4)]
     assert set(chosen) == set(NAMES)
@@ -113,8 +113,7 @@ async def test_replica_that_refuses_connections_is_ejected(
     with stack.paused("poller"):  # or a poll may find first that the replica is down
         await stack.kill("limited")
         async with client.simulating("plain", reset=True):
-            answers = [await client.chat(headers=IN_TURN) for _ in range(10)]
-            assert {answer.status for answer in answers} == {503}
+            answers = [await client.chat(headers=IN_TURN, status=503) for _ in range(10)]
         reasons = [
             exclusion["why"] for answer in answers for exclusion in answer.decision["excluded"]
         ]
@@ -131,7 +130,6 @@ async def test_sleeping_engine_gets_no_request_until_it_wakes(
     await client.post(f"{url}/sleep", {})
     await until_read(partial(excluded, client, "asleep"), lambda now: now == ["limited"])
     answers = [await client.chat(headers=IN_TURN) for _ in range(8)]
-    assert {answer.status for answer in answers} == {200}
     assert {answer.decision["replica_name"] for answer in answers} == {"plain"}
     await client.post(f"{url}/wake_up", {})
     await until(lambda: served(client, "limited"))

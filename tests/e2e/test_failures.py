@@ -18,14 +18,17 @@ AT_ONCE = 16  # most requests of steady traffic in flight: a busy machine gets f
 
 
 @asynccontextmanager
-async def traffic(client: EnvoyClient, per_second: float = 20) -> AsyncIterator[list[RoutedAnswer]]:
+async def traffic(
+    client: EnvoyClient, per_second: float = 20, status: int | None = 200
+) -> AsyncIterator[list[RoutedAnswer]]:
+    """Send requests within the block, which must get this status, or any."""
     answers: list[RoutedAnswer] = []
     tasks: set[asyncio.Task[None]] = set()
     ended, room = asyncio.Event(), asyncio.Semaphore(AT_ONCE)
 
     async def chat() -> None:
         try:
-            answers.append(await client.chat(tokens=5))
+            answers.append(await client.chat(tokens=5, status=status))
         finally:
             room.release()
 
@@ -62,7 +65,6 @@ async def test_envoy_serves_while_router_is_down(client: EnvoyClient) -> None:
         async with client.without_router():
             await more(answers, 15)
         await more(answers, 10)
-    assert {answer.status for answer in answers} == {200}
     after = await fail_open(client)
     assert after["failure_mode_allowed"] >= before["failure_mode_allowed"] + 15
     assert after["streams_started"] > before["streams_started"]
@@ -84,8 +86,8 @@ async def test_outlier_detection_ejects_failing_replica_without_router(client: E
     async def untouched() -> bool:
         """Return true if ten requests avoid the replica while it is ejected."""
         before = await count("retry.upstream_rq_500"), await count(f"{OUTLIER}_enforced_total")
-        answers = [await client.chat(tokens=1) for _ in range(10)]
-        assert {answer.status for answer in answers} == {200}
+        for _ in range(10):
+            await client.chat(tokens=1)
         if await count(f"{OUTLIER}_active") == 0:
             return False
         after = await count("retry.upstream_rq_500"), await count(f"{OUTLIER}_enforced_total")
@@ -107,7 +109,7 @@ async def test_requests_with_bodies_on_their_way_survive_death_of_router(
     requests = asyncio.gather(*(client.chat(messages=messages) for _ in range(64)))
     await until_read(lambda: client.envoy_counts(opened), lambda now: now > before)
     async with client.without_router():
-        assert {answer.status for answer in await requests} == {200}
+        await requests
 
 
 async def test_requests_go_on_while_router_hangs(client: EnvoyClient, stack: PatientStack) -> None:
@@ -132,14 +134,13 @@ async def test_routing_goes_on_while_redis_is_down(
             client.replicas, lambda now: all(each["scraped_at"] > seen + 1 for each in now)
         )
         await more(answers, 5)
-    assert {answer.status for answer in answers} == {200}
     assert all(answer.decisions for answer in answers)
 
 
 async def test_dead_replica_gets_no_requests_until_restart(
     client: EnvoyClient, stack: PatientStack
 ) -> None:
-    async with traffic(client) as answers:
+    async with traffic(client, status=None) as answers:
         await more(answers, 5)
         stopped = monotonic()
         await stack.stop("fast-1")
@@ -159,11 +160,10 @@ async def test_replica_that_fails_fast_is_ejected_until_healthy(client: EnvoyCli
         turns = [await client.chat(headers=IN_TURN) for _ in range(8)]
         answers = turns + [await client.chat() for _ in range(32)]
         probes = int(log2(monotonic() - began + 1.0))  # after pauses of 1, 2, 4, … s
-    assert {answer.status for answer in answers} == {200}
     chosen = [answer.decision["replica_name"] for answer in answers]
     assert 0 < chosen.count("fast-2") <= 3 + probes
     await until_read(
-        lambda: client.chat(headers=IN_TURN),
+        lambda: client.chat(headers=IN_TURN, status=None),
         lambda now: (now.status, now.decision["replica_name"]) == (200, "fast-2"),
     )
 
@@ -174,7 +174,6 @@ async def test_sigterm_lets_open_streams_end(client: EnvoyClient, stack: Patient
     router.signal(signal.SIGTERM)
     await client.simulate(busy, slow=0.1)
     answer = await long
-    assert answer.status == 200
     assert answer.body.rstrip().endswith(b"data: [DONE]")
     assert await router.wait() == 0
     await client.simulate(busy, slow=1.0)

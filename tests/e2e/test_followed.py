@@ -87,7 +87,6 @@ async def test_decision_that_envoy_does_not_follow_blames_no_replica(
     reason = stack.name
     before = await not_followed(client)
     answers = [await client.chat(headers=IN_TURN) for _ in range(REQUESTS)]
-    assert {answer.status for answer in answers} == {200}
     elsewhere = [
         answer.decision["outcome"]["not_followed"]
         for answer in answers

@@ -78,7 +78,6 @@ async def complete(client: EnvoyClient, ids: list[int]) -> tuple[Any, Any, list[
     """Return the expected and the reported cached tokens, and the prompt with its completion."""
     body = {"model": MODEL, "prompt": ids, "max_tokens": 24, "ignore_eos": True}
     got = await client.request("POST", "/v1/completions", body)
-    assert got.status == 200, got.body
     reply = json.loads(got.body)
     said = tokens.token_ids(tokens.encode(reply["choices"][0]["text"]))
     reported = reply["usage"]["prompt_tokens_details"]["cached_tokens"]

@@ -31,7 +31,7 @@ async def test_every_redis_key_expires_and_is_small(
     stack: PatientStack, client: EnvoyClient
 ) -> None:
     for _ in range(8):
-        assert (await client.chat()).status == 200
+        await client.chat()
     async with Redis.from_url(stack.redis_url) as redis:
         keys = await redis.keys()
         lives = {key: await redis.pttl(key) for key in keys}
@@ -45,7 +45,6 @@ async def test_every_redis_key_expires_and_is_small(
 @pytest.mark.parametrize("path", BODIES)
 async def test_every_endpoint_is_routed(client: EnvoyClient, path: str) -> None:
     answer = await client.request("POST", path, {"model": MODEL} | BODIES[path], EIGHT)
-    assert answer.status == 200
     record = answer.decision
     assert record["endpoint"] == path
     assert record["outcome"]["served_by"] == record["replica"]
@@ -58,7 +57,6 @@ async def test_audio_is_routed_by_length(client: EnvoyClient, path: str) -> None
     form = aiohttp.FormData({"model": MODEL})
     form.add_field("file", bytes(45 * 16_000), filename="speech.mp3", content_type="audio/mpeg")
     answer = await client.request("POST", path, form, EIGHT)
-    assert answer.status == 200
     record = answer.decision
     assert (record["endpoint"], record["model"], record["sequences"]) == (path, MODEL, 2)
     assert record["prompt_tokens"] == pytest.approx(45 * 25, rel=0.01)
@@ -69,7 +67,6 @@ async def test_audio_is_routed_by_length(client: EnvoyClient, path: str) -> None
 async def test_every_endpoint_streams(client: EnvoyClient, path: str) -> None:
     body = {"model": MODEL, "stream": True} | BODIES[path]
     answer = await client.request("POST", path, body, EIGHT)
-    assert answer.status == 200
     assert answer.headers["Content-Type"].startswith("text/event-stream")
     outcome = answer.decision["outcome"]
     assert 0 < outcome["ttft_s"] <= outcome["completion_s"]
@@ -77,6 +74,6 @@ async def test_every_endpoint_streams(client: EnvoyClient, path: str) -> None:
 
 
 async def test_refusal_of_replica_reaches_client(client: EnvoyClient) -> None:
-    answer = await client.chat(n=-3)
-    assert answer.status == answer.decision["outcome"]["status"] == 400
+    answer = await client.chat(n=-3, status=400)
+    assert answer.decision["outcome"]["status"] == 400
     assert "error" in json.loads(answer.body)

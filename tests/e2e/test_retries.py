@@ -67,7 +67,6 @@ async def counts_once(
         in_flight.add(await client.in_flight())
         await asyncio.sleep(0.02)  # a second entry would stay for longer
     answer = await request
-    assert answer.status == 200
     assert in_flight <= {0, 1}
     await client.has_in_flight(0)
     assert [await client.metric(name) for name in counters] == [count + 1 for count in before]
@@ -83,7 +82,8 @@ def way(client: EnvoyClient, answer: RoutedAnswer) -> tuple[str, str]:
 
 
 async def serves_again(client: EnvoyClient) -> None:
-    await until_read(lambda: client.chat(tokens=1), lambda now: way(client, now) == ("one", "one"))
+    chat = partial(client.chat, tokens=1, status=None)
+    await until_read(chat, lambda now: way(client, now) == ("one", "one"))
 
 
 @pytest.mark.parametrize("stream", [False, True])

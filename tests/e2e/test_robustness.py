@@ -53,7 +53,6 @@ async def nothing_left(client: EnvoyClient) -> AsyncIterator[None]:
 
     await until(idle)
     answer = await client.chat(tokens=2)
-    assert answer.status == 200
     assert answer.decision["outcome"]["served_by"] == answer.decision["replica"]
 
 

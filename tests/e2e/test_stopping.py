@@ -47,7 +47,6 @@ async def test_stopping_router_routes_until_envoy_leaves_it(
             await stack.wait_routing()
     assert noticed_s < LAME_DUCK_S
     assert without == 0
-    assert {answer.status for answer in answers} == {200}
 
 
 @pytest.mark.parametrize("name", ["router-2", "poller-2"])
