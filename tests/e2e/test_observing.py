@@ -180,7 +180,7 @@ async def test_predictions_are_compared_with_choice_of_envoy(
     before = [await client.metric(name) for name in (same, other)]
     answers = [await client.chat(tokens=20, stream=stream) for stream in (True, False) * 3]
     upstream = dict[str, str]()
-    while len(upstream) < len(answers):
+    while not {answer.headers["x-request-id"] for answer in answers} <= upstream.keys():
         upstream |= {access.request_id: access.upstream for access in accesses.new()}
         await asyncio.sleep(0.05)
     chosen = []
