@@ -1,21 +1,37 @@
-"""A simulated replica that runs 50 times as fast, and a check of a command's refusal."""
+"""Shipped traces and fleets, simulated replicas, and a check of a
+command's refusal."""
 
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from extproc.lab.simulator.replica import Replica, ReplicaSettings
 from extproc.lab.simulator.server import start
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TRACES, FLEETS = BENCHMARKS / "traces", BENCHMARKS / "fleets"
+CONVERSATION = TRACES / "azure-2023-conv.jsonl.gz"
+MIXED = FLEETS / "mixed.yaml"
+
+
+@asynccontextmanager
+async def simulated(**settings: Any) -> AsyncIterator[tuple[Replica, str]]:
+    """Serves a simulated replica; yields the replica and its ``ip:port``."""
+    replica = Replica(ReplicaSettings(**settings))
+    serving = await start(replica, "127.0.0.1", 0)
+    yield replica, f"127.0.0.1:{serving.port}"
+    await serving.runner.cleanup()
+
 
 @pytest.fixture
 async def replica_url() -> AsyncIterator[str]:
-    settings = ReplicaSettings(profile="llama-8b-h100", speed=50, max_model_len=131_072)
-    serving = await start(Replica(settings), "127.0.0.1", 0)
-    yield f"http://127.0.0.1:{serving.port}"
-    await serving.runner.cleanup()
+    fast = {"profile": "llama-8b-h100", "speed": 50, "max_model_len": 131_072}
+    async with simulated(**fast) as (_, address):
+        yield f"http://{address}"
 
 
 def complaint_of(

@@ -14,10 +14,10 @@ from benchmarks import ablation, trace
 from benchmarks.ablation import CELLS, PAIRS, PARTS, difference
 from benchmarks.discrete import FleetSimulation
 from benchmarks.fleet import FleetFile
+from tests.benchmarks.conftest import TRACES
 
 pytestmark = pytest.mark.slow
 
-TRACES = Path(ablation.__file__).parent / "traces"
 VARIANTS: dict[str, dict[str, Any]] = {
     "not shared": {},
     "shared": {"share_lag": 0.02},

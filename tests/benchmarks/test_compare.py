@@ -26,8 +26,7 @@ from benchmarks.compare.validity import Observation, around, hits, ticks, validi
 from extproc.lab.harness.processes import ProcessError, free_port
 from extproc.lab.simulator.replica import Replica, ReplicaSettings
 from extproc.lab.simulator.server import ReplicaServer
-
-FLEETS = Path("benchmarks/fleets")
+from tests.benchmarks.conftest import BENCHMARKS, FLEETS
 
 
 def simulated_fleet(name: str) -> SimulatedFleet:
@@ -49,7 +48,7 @@ def run(name: str, repeat: int, seconds: float, **more: Any) -> dict[str, Any]:
 
 
 def test_proxy_must_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = Path("benchmarks/compare/peers.txt").read_text().split()
+    listed = (BENCHMARKS / "compare/peers.txt").read_text().split()
     assert sorted(line.partition("==")[0] for line in listed) == sorted(PROXIES)
     monkeypatch.setattr("benchmarks.compare.peers.INSTALLED", tmp_path)
     for name in PROXIES:
@@ -326,25 +325,29 @@ SHORT = [
 ]
 
 
+def quick_runs(directory: Path, contenders: str, *options: str) -> dict[str, Any]:
+    """Compares contenders by the requests after the first second; returns their runs by name."""
+    file, trace = directory / "new" / "quick.json", directory / "trace.jsonl"
+    trace.write_text("\n".join(map(json.dumps, SHORT)))
+    argv = ["--quick", "--trace", str(trace), "--from", "1", "--speed", "1", "--json", str(file)]
+    assert compare.main([*argv, "--contenders", contenders, *options]) in (0, 1)
+    result = json.loads(file.read_text())
+    assert result["not_run"] == []
+    runs = {each["run"]["name"]: each for each in result["runs"]}
+    assert ",".join(runs) == contenders
+    return runs
+
+
 @pytest.mark.process
 @pytest.mark.timeout(300)
 def test_quick_comparison_on_a_mixed_fleet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, trace = tmp_path / "new" / "quick.json", tmp_path / "trace.jsonl"
-    trace.write_text("\n".join(map(json.dumps, SHORT)))
     mixed = tmp_path / "mixed.yaml"
     mixed.write_text(MIXED)
-    argv = ["--quick", "--trace", str(trace), "--from", "1", "--speed", "1", "--json", str(file)]
-    argv += ["--fleet", str(mixed)]
     names = ["router:completion", "observed:least_request", "envoy:least_request_weighted"]
-    status = compare.main([*argv, "--contenders", ",".join(names)])
-    output = capsys.readouterr()
-    assert status in (0, 1), output
-    result = json.loads(file.read_text())
-    assert result["not_run"] == []
-    runs = {each["run"]["name"]: each for each in result["runs"]}
-    assert [*runs] == names
+    runs = quick_runs(tmp_path, ",".join(names), "--fleet", str(mixed))
+    assert "router:completion" in capsys.readouterr().out
     fields = ("at_s", "endpoint", "prompt_tokens", "output_tokens")
     sent = [[[request[key] for key in fields] for request in runs[n]["requests"]] for n in names]
     assert [tokens for *_, tokens in sent[0]] == [line["output_length"] for line in SHORT[10:]]
@@ -363,7 +366,6 @@ def test_quick_comparison_on_a_mixed_fleet(
         for turn in runs.values()
     ]
     assert predicted == [True, True, False]
-    assert "router:completion" in output.out
 
 
 async def forget(request: web.Request) -> web.Response:
@@ -373,8 +375,6 @@ async def forget(request: web.Request) -> web.Response:
 @pytest.mark.process
 @pytest.mark.timeout(300)
 async def test_quick_comparison_on_running_servers(tmp_path: Path) -> None:
-    file, trace = tmp_path / "running.json", tmp_path / "trace.jsonl"
-    trace.write_text("\n".join(map(json.dumps, SHORT)))
     async with AsyncExitStack() as stack:
         addresses = []
         for _ in range(2):
@@ -383,13 +383,9 @@ async def test_quick_comparison_on_running_servers(tmp_path: Path) -> None:
             app.router.add_post("/reset_prefix_cache", forget)
             running = await stack.enter_async_context(TestServer(app))
             addresses.append(f"127.0.0.1:{running.port}")
-        argv = ["--quick", "--trace", str(trace), "--from", "1", "--speed", "1"]
-        argv += ["--servers", *addresses, "--model", "m", "--json", str(file)]
-        argv += ["--contenders", "router,envoy:least_request"]
-        assert await asyncio.to_thread(compare.main, argv) in (0, 1)
-    result = json.loads(file.read_text())
-    assert result["not_run"] == []
-    for turn in result["runs"]:
+        names, servers = "router:completion,envoy:least_request", ("--servers", *addresses)
+        runs = await asyncio.to_thread(quick_runs, tmp_path, names, *servers, "--model", "m")
+    for turn in runs.values():
         assert turn["run"]["known_lengths"]
         assert turn["summary"]["answered"] == turn["summary"]["requests"] == len(SHORT) - 10
         assert all(

@@ -1,7 +1,7 @@
 """``benchmarks.fit``: recordings, their simulation, and the accuracy of the simulator."""
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 from random import Random
@@ -26,11 +26,9 @@ from benchmarks.fit.replay import (
 )
 from benchmarks.trace import TracedRequest
 from extproc.lab.harness.processes import free_port
-from extproc.lab.simulator.replica import Replica, ReplicaSettings
-from extproc.lab.simulator.server import start
 from extproc.predict.step import StepModel
+from tests.benchmarks.conftest import CONVERSATION, simulated
 
-TRACE = RECORDED.parents[1] / "traces" / "azure-2023-conv.jsonl.gz"
 LIMITS = EngineLimits(max_num_seqs=16, token_budget=2048, block_size=128, kv_tokens=32_768)
 TRUE = StepModel(0.013, 0.0007, 0.0008, 2.5e-6, 5e-7, 0.008)
 
@@ -82,8 +80,8 @@ def test_request_in_the_front_end_misses_the_step() -> None:
 
 
 def test_runs_are_consecutive_slices_of_the_trace() -> None:
-    first, second = RecordingPlan(TRACE, 50, [1.0, 2.0], 6, 3).runs()
-    (both,) = RecordingPlan(TRACE, 100, [1.0], 6, 3).runs()
+    first, second = RecordingPlan(CONVERSATION, 50, [1.0, 2.0], 6, 3).runs()
+    (both,) = RecordingPlan(CONVERSATION, 100, [1.0], 6, 3).runs()
     prompts = [request.prompt_tokens for request in first + second]
     assert prompts == [request.prompt_tokens for request in both]
     assert first[0].at == second[0].at == 0.0
@@ -92,29 +90,20 @@ def test_runs_are_consecutive_slices_of_the_trace() -> None:
 
 def test_trace_without_enough_requests_is_refused() -> None:
     with pytest.raises(ValueError, match="arrive at once"):
-        RecordingPlan(TRACE, 1, [1.0], 6, 3).runs()
+        RecordingPlan(CONVERSATION, 1, [1.0], 6, 3).runs()
     with pytest.raises(ValueError, match="too few requests"):
-        RecordingPlan(TRACE, 10_000, [1.0, 1.0], 6, 3).runs()
+        RecordingPlan(CONVERSATION, 10_000, [1.0, 1.0], 6, 3).runs()
 
 
-@pytest.fixture
-async def replica() -> AsyncIterator[tuple[Replica, RecordingClient]]:
-    replica = Replica(ReplicaSettings(model="model", profile="llama-8b-h100", speed=20))
-    serving = await start(replica, "127.0.0.1", 0)
-    yield replica, RecordingClient(f"127.0.0.1:{serving.port}", "model", Random(0))
-    await serving.runner.cleanup()
-
-
-async def test_recorder_sends_the_lengths_of_the_trace(
-    replica: tuple[Replica, RecordingClient],
-) -> None:
+async def test_recorder_sends_the_lengths_of_the_trace() -> None:
     traced = [TracedRequest(0.01 * n, 50 + n, 20 + n, None) for n in range(20)]
-    run = await replica[1].play("run", [traced])
+    async with simulated(model="m", profile="llama-8b-h100", speed=20) as (replica, address):
+        run = await RecordingClient(address, "m", Random(0)).play("run", [traced])
     lengths = [(request.prompt_tokens, request.output_tokens) for request in run.requests]
     assert lengths == [(50 + n, 20 + n) for n in range(20)]
     assert all(0 < request.ttft_s < request.completion_s for request in run.requests)
     assert run.polls
-    assert replica[0].engine.counters.cached_tokens == 0
+    assert replica.engine.counters.cached_tokens == 0
 
 
 def test_recording_is_read_as_written_and_other_files_are_refused(

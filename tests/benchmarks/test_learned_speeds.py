@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,12 +13,11 @@ from benchmarks.discrete import MODEL, FleetSimulation
 from benchmarks.fleet import FleetFile, speed
 from benchmarks.trace import ID_TOKENS, TracedRequest
 from extproc.predict.step import StepModel
+from tests.benchmarks.conftest import CONVERSATION, FLEETS
 
 pytestmark = pytest.mark.slow
 
 H100, A100, A10 = "llama-8b-h100", "llama-3-8b-a100", "llama-8b-a10"
-BENCHMARKS = Path(fleet.__file__).parent
-CONVERSATION = BENCHMARKS / "traces" / "azure-2023-conv.jsonl.gz"
 SHORT = (50, 400), (20, 200)  # ranges of tokens of prompts and of answers
 MIXED = (50, 1500), (20, 300)
 
@@ -58,8 +56,8 @@ def requests_at(
     return requests
 
 
-def within(value: float, factor: float) -> bool:
-    return 1 / factor <= value <= factor
+def are_within(factor: float, ratios: tuple[float, ...]) -> bool:
+    return all(1 / factor <= ratio <= factor for ratio in ratios)
 
 
 # -- equal replicas ----------------------------------------------------------------------------
@@ -120,24 +118,18 @@ def slow_card(request: pytest.FixtureRequest) -> ObservedSimulation:
 
 
 def test_slow_card_is_learned_within_thirty_seconds(slow_card: ObservedSimulation) -> None:
-    decode, prefill = slow_card.ratios[30.0]["gpu-1"]
-    assert within(decode, 1.2)
-    assert within(prefill, 1.2)
+    assert are_within(1.2, slow_card.ratios[30.0]["gpu-1"])
 
 
 def test_slow_card_does_not_change_other_cards(slow_card: ObservedSimulation) -> None:
     for at in (5.0, 15.0, 30.0, 59.0):
         for name in ("gpu-0", "small-0"):
-            decode, prefill = slow_card.ratios[at][name]
-            assert within(decode, 1.2), (at, name)
-            assert within(prefill, 1.2), (at, name)
+            assert are_within(1.2, slow_card.ratios[at][name]), (at, name)
 
 
 def test_restarted_card_is_relearned_within_ten_seconds(slow_card: ObservedSimulation) -> None:
     assert slow_card.ratios[59.0]["gpu-1"] != slow_card.ratios[72.0]["gpu-1"]
-    decode, prefill = slow_card.ratios[72.0]["gpu-1"]
-    assert within(decode, 1.3)
-    assert within(prefill, 1.3)
+    assert are_within(1.3, slow_card.ratios[72.0]["gpu-1"])
 
 
 # -- a fresh pool with wrong profiles ----------------------------------------------------------
@@ -145,7 +137,7 @@ def test_restarted_card_is_relearned_within_ten_seconds(slow_card: ObservedSimul
 
 def test_fresh_pool_with_wrong_profiles_is_nearly_as_fast_as_with_true_ones() -> None:
     """All four are said to be A100; two are H100 and two are A10, and all start cold."""
-    file = fleet.read(BENCHMARKS / "fleets" / "cold.yaml")
+    file = fleet.read(FLEETS / "cold.yaml")
     groups = [group.model_copy(update={"believed": None}) for group in file.replicas]
     times = {}
     for believed in (file, file.model_copy(update={"replicas": groups})):
@@ -182,6 +174,5 @@ def test_cached_prompts_do_not_make_prefill_look_cheap(cached: int, old: bool) -
         pass
     _, prefill = simulation.ratios[90.0]["gpu-0"]
     # The router's step times have no term for attention: long contexts make prefill dearer.
-    step = simulation.machines["gpu-0"].engine.step_model
-    plain = 1 + cached * step.c_att / step.c_prefill
-    assert 0.75 <= prefill <= 1.25 * plain
+    truth = simulation.machines["gpu-0"].engine.step_model
+    assert 0.75 <= prefill <= 1.25 * (1 + cached * truth.c_att / truth.c_prefill)

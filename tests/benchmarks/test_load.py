@@ -19,9 +19,8 @@ from benchmarks.trace import TracedRequest
 from extproc.lab.harness.pages import get_samples
 from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.traffic import Answer, Client
-from tests.benchmarks.conftest import complaint_of
+from tests.benchmarks.conftest import CONVERSATION, complaint_of
 
-TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "azure-2023-conv.jsonl.gz"
 IDLE = Effort(0.1, 0.1)
 
 
@@ -99,7 +98,9 @@ def test_doubtful_figures_have_a_warning(
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *given: str | Path) -> str:
-    return complaint_of(main, capsys, "--url", "http://127.0.0.1:9", "--trace", TRACE, *given)
+    return complaint_of(
+        main, capsys, "--url", "http://127.0.0.1:9", "--trace", CONVERSATION, *given
+    )
 
 
 def test_part_without_requests_is_refused(
@@ -132,7 +133,7 @@ def test_load_on_a_replica(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, replica: str
 ) -> None:
     path = tmp_path / "load.json"
-    given = ["--url", f"{replica}/v1", "--trace", str(TRACE), "--speed", "50"]
+    given = ["--url", f"{replica}/v1", "--trace", str(CONVERSATION), "--speed", "50"]
     options = ["--requests", "40", "--stream-share", "0.5", "--policy-header", "round_robin"]
     page = tmp_path / "report"
     assert main([*given, *options, "--json", str(path), "--report", str(page)]) == 0
@@ -155,7 +156,16 @@ def test_load_on_a_replica(
 def test_parts_are_consecutive_and_a_seed_repeats_prompts(tmp_path: Path, replica: str) -> None:
     def sent(*options: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         path = tmp_path / "load.json"
-        given = ["--url", replica, "--trace", str(TRACE), "--speed", "50", "--duration", "0.5"]
+        given = [
+            "--url",
+            replica,
+            "--trace",
+            str(CONVERSATION),
+            "--speed",
+            "50",
+            "--duration",
+            "0.5",
+        ]
         assert main([*given, *options, "--json", str(path)]) == 0
         result = json.loads(path.read_text())
         return result["run"], result["requests"]
@@ -163,7 +173,7 @@ def test_parts_are_consecutive_and_a_seed_repeats_prompts(tmp_path: Path, replic
     _, first = sent()
     about, second = sent("--from", "0.5")
     assert about["from_s"] == 0.5
-    both = trace.read([TRACE], 50, len(first) + len(second))
+    both = trace.read([CONVERSATION], 50, len(first) + len(second))
     times = [each["at_s"] for each in first] + [0.5 + each["at_s"] for each in second]
     assert times == pytest.approx([request.at for request in both])
     hits = [cached_tokens(replica)]

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import combinations
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,8 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from benchmarks import trace
 from benchmarks.load.plan import Counting, LoadTarget, Planned, ask_server, plan, prompt
 from benchmarks.trace import ID_TOKENS, TracedRequest
+from tests.benchmarks.conftest import TRACES
 
-TRACES = Path(__file__).parents[2] / "benchmarks" / "traces"
 SIMULATED = LoadTarget("simulated", None, {"chat": Counting(8), "completions": Counting()})
 
 

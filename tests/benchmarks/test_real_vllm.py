@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.real_vllm import accuracy, join, main, measures, requests
-from extproc.lab.harness.processes import Process, answers, pick_ports
 from extproc.lab.harness.traffic import Answer
+from tests.benchmarks.conftest import simulated
 
 
 def served(ttft_s: float | None = None, completion_s: float = 2.0) -> dict[str, Any]:
@@ -68,25 +67,11 @@ def test_requests_are_mixed_and_bound_if_known() -> None:
 
 @pytest.mark.process
 async def test_policies_are_measured_on_simulated_servers(tmp_path: Path) -> None:
-    ports = pick_ports({"fast": 0, "slow": 0})
-    started = [
-        await Process.start(
-            name,
-            [sys.executable, "-m", "extproc", "simulate", "--port", str(port), "--model", "m"],
-            log=tmp_path / f"{name}.log",
-            ready=answers(f"http://127.0.0.1:{port}/health"),
-        )
-        for name, port in ports.items()
-    ]
     report = tmp_path / "report.json"
-    arguments = [f"127.0.0.1:{port}" for port in ports.values()] + ["--model", "m"]
-    arguments += ["--requests", "10", "--warm-up", "4", "--rate", "10", "--json", str(report)]
-    try:
-        arguments += ["--policy", "completion,round_robin"]
-        assert await asyncio.to_thread(main, arguments) == 0
-    finally:
-        for process in started:
-            await process.stop()
+    arguments = ["--model", "m", "--policy", "completion,round_robin", "--json", str(report)]
+    arguments += ["--requests", "10", "--warm-up", "4", "--rate", "10"]
+    async with simulated(model="m") as (_, first), simulated(model="m") as (_, second):
+        assert await asyncio.to_thread(main, [first, second, *arguments]) == 0
     warm_up, completion, round_robin = json.loads(report.read_text())
     assert warm_up["sent"] == 4
     assert completion["policy"] == "completion"

@@ -19,13 +19,11 @@ from benchmarks.trace import TracedRequest
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.steps import Gauges
 from extproc.route.policies import POLICIES
+from tests.benchmarks.conftest import CONVERSATION, FLEETS, MIXED
 
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).parents[2] / "benchmarks"
-CONVERSATION = HERE / "traces" / "azure-2023-conv.jsonl.gz"
-MIXED = HERE / "fleets" / "mixed.yaml"
-LIVE_MIXED = HERE / "fleets" / "live-mixed.yaml"
+LIVE_MIXED, EQUAL = FLEETS / "live-mixed.yaml", FLEETS / "equal.yaml"
 
 
 class _LiveGauges:
@@ -43,11 +41,12 @@ Simulate = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def simulate(tmp_path: Path) -> Simulate:
-    def run(*arguments: str, fleet_file: Path = MIXED) -> list[dict[str, Any]]:
+    def run(*arguments: str, fleet_file: Path = MIXED, status: int = 0) -> list[dict[str, Any]]:
         report = tmp_path / "report.json"
+        report.write_text('{"runs": []}')
         common = ["--trace", str(CONVERSATION), "--fleet", str(fleet_file), "--json", str(report)]
-        assert main([*common, *arguments]) == 0
-        return [run["summary"] for run in json.loads(report.read_text())["runs"]]
+        assert main([*common, *arguments]) == status
+        return list(json.loads(report.read_text())["runs"])
 
     return run
 
@@ -106,12 +105,12 @@ def test_drafting_replicas_are_predicted(simulate: Simulate, tmp_path: Path) -> 
     )
     part = ["--speed", "0.7", "--requests", "800", "--know", "lengths", "--no-oracle"]
     (run,) = simulate(*part, "--policy", "completion", fleet_file=drafting)
-    assert run["prediction"]["e2e_mape"] < 0.15
+    assert run["summary"]["prediction"]["e2e_mape"] < 0.15
 
 
 def test_completion_beats_lmetric_where_replicas_differ(simulate: Simulate) -> None:
     arguments = ["--speed", "4", "--policy", "completion,lmetric", "--requests", "200"]
-    completion, lmetric = simulate(*arguments, "--no-oracle")
+    completion, lmetric = (run["summary"] for run in simulate(*arguments, "--no-oracle"))
     assert completion["e2e_s"]["p99"] < 0.5 * lmetric["e2e_s"]["p99"]
     assert completion["ttft_s"]["p99"] < 0.5 * lmetric["ttft_s"]["p99"]
     assert sum(replica["requests"] for replica in completion["per_replica"].values()) == 200
@@ -126,17 +125,19 @@ def test_queue_kv_decides_like_picker_of_llm_d(
     monkeypatch.setattr(Engine, "gauges", _LiveGauges(), raising=False)
     part = ["--speed", "4", "--skip", "500", "--duration", "20", "--no-oracle"]
     (run,) = simulate(*part, "--policy", "queue_kv", fleet_file=LIVE_MIXED)
-    assert run["requests"] == 522
-    assert run["e2e_s"]["mean"] == pytest.approx(2.65, rel=0.05)
-    assert run["e2e_s"]["p99"] == pytest.approx(13.9, rel=0.05)
-    slow = sum(run["per_replica"][f"a10-{n}"]["requests"] for n in (0, 1))
+    found = run["summary"]
+    assert found["requests"] == 522
+    assert found["e2e_s"]["mean"] == pytest.approx(2.65, rel=0.05)
+    assert found["e2e_s"]["p99"] == pytest.approx(13.9, rel=0.05)
+    slow = sum(found["per_replica"][f"a10-{n}"]["requests"] for n in (0, 1))
     assert slow == pytest.approx(42, abs=5)
 
 
 def test_distance_to_oracle_is_printed(
     simulate: Simulate, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, oracle = simulate("--policy", "round_robin", "--speed", "4", "--requests", "150")
+    runs = simulate("--policy", "round_robin", "--speed", "4", "--requests", "150")
+    run, oracle = (each["summary"] for each in runs)
     assert oracle["policy"] == "oracle"
     ratio = run["to_oracle"]["e2e_s"]["mean"]
     assert ratio == run["e2e_s"]["mean"] / oracle["e2e_s"]["mean"]
@@ -166,15 +167,16 @@ def test_oracle_predicts_solo_requests_exactly(drafts: int) -> None:
         assert request.completion == pytest.approx(predicted.predicted_completion, rel=0.01)
 
 
-def test_phase_without_requests_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["--trace", str(CONVERSATION), "--fleet", str(MIXED), "--requests", "5"]
-    assert main([*common, "--no-oracle", "--from", "9999"]) == 2
+def test_phase_without_requests_is_refused(
+    simulate: Simulate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate("--requests", "5", "--no-oracle", "--from", "9999", status=2)
     assert "none of the requests that arrived from" in capsys.readouterr().err
 
 
 def test_digests_improve_decisions_of_several_routers() -> None:
     requests = trace.read([CONVERSATION], speed=2, most=150)
-    equal = fleet.read(HERE / "fleets" / "equal.yaml")
+    equal = fleet.read(EQUAL)
     total = {}
     for lag in (0.0, None):
         simulation = FleetSimulation(equal, "least_request", 5.0, routers=4, share_lag=lag)
@@ -187,7 +189,7 @@ def test_digests_improve_decisions_of_several_routers() -> None:
 
 def test_third_of_the_requests_goes_past_the_router() -> None:
     requests = trace.read([CONVERSATION], speed=2, most=150)
-    equal = fleet.read(HERE / "fleets" / "equal.yaml")
+    equal = fleet.read(EQUAL)
     simulation = FleetSimulation(equal, "completion", past_router=True)
     external, past = 0.0, 0
     for served in simulation.run(requests):
@@ -219,11 +221,8 @@ def test_prompt_longer_than_the_context_fails() -> None:
     assert simulation.fleet.in_flight == 0
 
 
-def test_requests_outside_the_phase_are_in_no_figure(tmp_path: Path) -> None:
-    written = tmp_path / "results.json"
-    common = ["--trace", str(CONVERSATION), "--fleet", str(MIXED), "--requests", "100"]
-    assert main([*common, "--no-oracle", "--from", "10", "--json", str(written)]) == 0
-    (run,) = json.loads(written.read_text())["runs"]
+def test_requests_outside_the_phase_are_in_no_figure(simulate: Simulate) -> None:
+    (run,) = simulate("--requests", "100", "--no-oracle", "--from", "10")
     requests = run["requests"]
     assert len(requests) == 100
     assert all(request["counted"] == (request["at_s"] >= 10) for request in requests)
@@ -231,14 +230,11 @@ def test_requests_outside_the_phase_are_in_no_figure(tmp_path: Path) -> None:
     assert 0 < run["summary"]["requests"] == counted < 100
 
 
-def test_first_tokens_of_streamed_requests_alone_are_counted(tmp_path: Path) -> None:
+def test_first_tokens_of_streamed_requests_alone_are_counted(simulate: Simulate) -> None:
     """The router may delay first tokens of other requests, because no client sees them."""
-    output = tmp_path / "out.json"
-    options = ["--fleet", str(MIXED), "--trace", str(CONVERSATION), "--requests", "200"]
-    assert main([*options, "--speed", "4", "--no-oracle", "--json", str(output)]) == 0
-    (run,) = json.loads(output.read_text())["runs"]
+    (run,) = simulate("--requests", "200", "--speed", "4", "--no-oracle")
     seen = [request["ttft_s"] for request in run["requests"] if request["streamed"]]
     assert 0 < len(seen) < 200
     assert run["summary"]["ttft_s"]["mean"] == pytest.approx(mean(seen))
-    (figures,) = read(json.loads(output.read_text())).runs
+    (figures,) = read({"simulate": {}, "runs": [run]}).runs
     assert mean(measured(figures, "ttft_s")) == pytest.approx(mean(seen))

@@ -1,11 +1,12 @@
-"""Traces: merged by time, cut into parts, with hashes of shared prefixes."""
+"""Traces: merged by time, cut into parts, with hashes of shared prefixes, and made anew."""
 
 import gzip
 from pathlib import Path
 
 import pytest
 
-from benchmarks import trace
+from benchmarks import agents, trace
+from tests.benchmarks.conftest import TRACES
 
 
 def test_traces_are_merged_by_time(tmp_path: Path) -> None:
@@ -39,3 +40,11 @@ def test_hash_id_stands_for_512_tokens() -> None:
     assert len(five) == len(set(five)) == 5
     assert hashes(7, 8, tokens=800)[:4] == five[:4]
     assert hashes(7, tokens=8000) == five[:4]
+
+
+def test_stored_trace_of_agents_depends_only_on_the_seed(tmp_path: Path) -> None:
+    made, stored = tmp_path / "agents.jsonl.gz", TRACES / "agents.jsonl.gz"
+    for seed, same in (([], True), (["--seed", "2"], False)):
+        assert agents.main([str(made), *seed]) == 0
+        equal = gzip.decompress(made.read_bytes()) == gzip.decompress(stored.read_bytes())
+        assert equal is same

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -16,10 +15,10 @@ from extproc.lab.replay.routers import Served
 from extproc.route.backlog import LEAD_S
 from extproc.route.order import Shares
 from extproc.route.waiting import Key
+from tests.benchmarks.conftest import CONVERSATION
 
 pytestmark = pytest.mark.slow
 
-CONVERSATION = Path(__file__).parents[2] / "benchmarks/traces/azure-2023-conv.jsonl.gz"
 TENANTS = (0, "tenant 1"), (0, "tenant 2")  # with their priority
 
 
@@ -28,13 +27,8 @@ def a10s(count: int) -> FleetFile:
     return FleetFile.model_validate({"replicas": [group]})
 
 
-@pytest.fixture
-def two() -> FleetFile:
-    return a10s(2)
-
-
-def play(two: FleetFile, speed: float, most: int, **options: Any) -> list[Served]:
-    simulation = FleetSimulation(two, "completion", **options)
+def play(speed: float, most: int, **options: Any) -> list[Served]:
+    simulation = FleetSimulation(a10s(2), "completion", **options)
     served = list(simulation.run(trace.read([CONVERSATION], speed=speed, most=most)))
     assert not simulation.failed
     assert len(served) == most
@@ -51,35 +45,34 @@ def mean_completion(served: Sequence[Served]) -> float:
 
 
 @pytest.mark.parametrize("routers", [1, 3])
-def test_queue_avoids_preemptions_and_shortens_completions(two: FleetFile, routers: int) -> None:
+def test_queue_avoids_preemptions_and_shortens_completions(routers: int) -> None:
     sharing = {"routers": routers, "share_lag": 0.02}
-    at_once = play(two, 0.75, 350, **sharing)
-    held = play(two, 0.75, 350, hold=True, **sharing)
+    at_once, held = (play(0.75, 350, hold=hold, **sharing) for hold in (False, True))
     assert preemptions(at_once) > 30
     assert preemptions(held) < 0.2 * preemptions(at_once)
     assert mean_completion(held) < 0.9 * mean_completion(at_once)
 
 
-def test_queue_changes_little_on_replicas_with_room(two: FleetFile) -> None:
+def test_queue_changes_little_on_replicas_with_room() -> None:
     """Requests wait while the prompts ahead take over 0.2 s; then they go to any replica."""
-    at_once, held = (play(two, 0.3, 200, hold=hold) for hold in (False, True))
+    at_once, held = (play(0.3, 200, hold=hold) for hold in (False, True))
     assert mean_completion(held) == pytest.approx(mean_completion(at_once), rel=0.01)
 
 
-def test_urgent_requests_overtake_others(two: FleetFile) -> None:
+def test_urgent_requests_overtake_others() -> None:
     by_group = defaultdict(list)
-    for request in play(two, 0.9, 330, hold=True, urgent=0.3):
+    for request in play(0.9, 330, hold=True, urgent=0.3):
         by_group[request.group].append(request.ttft)
     assert len(by_group["urgent"]) > 100
     assert mean(by_group["urgent"]) < 0.2 * mean(by_group[""])
 
 
-def test_tenants_get_equal_shares_of_full_replicas(two: FleetFile) -> None:
+def test_tenants_get_equal_shares_of_full_replicas() -> None:
     """Tenant 1 sends three times as much as tenant 2; together they send twice the capacity."""
     requests = [TracedRequest(number / 15, 1000, 60, None) for number in range(300)]
     ratios = []
     for hold in (False, True):
-        simulation = FleetSimulation(two, "completion", hold=hold, tenants=[3, 1])
+        simulation = FleetSimulation(a10s(2), "completion", hold=hold, tenants=[3, 1])
         served = simulation.run(requests)
         begun = [request for request in served if 12 < (request.first_token or 0.0) < 20]
         first = sum(request.group == "tenant 1" for request in begun)

@@ -21,7 +21,7 @@ from extproc.ground.text import Column, table
 from tests.chaos.figures import HEADINGS, SceneFigures, Times
 from tests.chaos.load import SteadyLoad
 from tests.chaos.report import report
-from tests.chaos.scenes import RECOVERY_S, SCENES, ChaosScene
+from tests.chaos.scenes import SCENES, ChaosScene
 from tests.chaos.stack import ChaosStack
 from tests.chaos.system import FaultySystem, LoadedSystem
 from tests.waiting import until
@@ -39,24 +39,9 @@ async def play(scene: ChaosScene, system: FaultySystem) -> Times:
     failed = time.monotonic()
     await scene.fault.fail(system)
     await asyncio.sleep(scene.hold_s)
-    mended = time.monotonic()
-    await scene.fault.mend(system)
-    recovered = await _recovery(scene, system, mended)
-    await scene.tidy(system)
+    mended, recovered = await scene.repair(system)
     await asyncio.sleep(_AFTER_S)
     return Times(began, failed, mended, recovered, time.monotonic())
-
-
-async def _recovery(scene: ChaosScene, system: FaultySystem, since: float) -> float | None:
-    async def recovered() -> bool:
-        with suppress(aiohttp.ClientError, TimeoutError):  # a busy part answers late
-            return await scene.recovered(system, since)
-        return False
-
-    with suppress(TimeoutError):
-        await until(recovered, RECOVERY_S)
-        return time.monotonic()
-    return None
 
 
 async def _ledgers(system: LoadedSystem) -> dict[str, int]:

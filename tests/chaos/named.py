@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from pathlib import Path
 from random import Random
 
@@ -25,10 +25,9 @@ from extproc.observe.client import RouterUnavailableError, follow
 from tests.chaos.load import LONG, SteadyLoad
 from tests.chaos.prometheus import Prometheus, longest_s
 from tests.chaos.report import report
-from tests.chaos.scenes import RECOVERY_S, SCENES, ChaosScene
+from tests.chaos.scenes import SCENES, ChaosScene
 from tests.chaos.stack import ChaosStack
 from tests.chaos.system import FaultySystem
-from tests.waiting import until
 
 RATE = 4.0
 NAMED_S = 60.0
@@ -152,11 +151,7 @@ async def play(scene: ChaosScene, system: FaultySystem, session: aiohttp.ClientS
         await watch.follow()
     finally:
         await prometheus.stop()
-    mended = time.monotonic()
-    await scene.fault.mend(system)
-    with suppress(TimeoutError):  # make chaos judges the recovery
-        await until(lambda: scene.recovered(system, mended), RECOVERY_S)
-    await scene.tidy(system)
+    await scene.repair(system)  # make chaos judges the recovery
     await asyncio.sleep(_SETTLE_S)
     return watch
 

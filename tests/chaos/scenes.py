@@ -5,15 +5,20 @@ The table :data:`SCENES` has the same names as the table in docs/failure-modes.m
 
 import asyncio
 import signal
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
+
+import aiohttp
 
 from extproc.lab.harness.envoy_config import Bootstrap, endpoints, manager_of
 from tests.chaos.replica import MetricsPage
 from tests.chaos.stack import REPLICAS
 from tests.chaos.system import FaultySystem
 from tests.e2e.stack import cluster_of
+from tests.waiting import until
 
 RECOVERY_S = 60.0  # time in which a system has to recover
 
@@ -63,6 +68,23 @@ class ChaosScene:
     most_age_s: float = 2.0
     """Greatest age of states that routers have of the other replicas; a dead poller is replaced
     within this time."""
+
+    async def repair(self, system: FaultySystem) -> tuple[float, float | None]:
+        """Repair the part; return the times of the repair and of the recovery, or None if the
+        system has not recovered in time."""
+        mended, recovered = time.monotonic(), None
+        await self.fault.mend(system)
+
+        async def has_recovered() -> bool:
+            with suppress(aiohttp.ClientError, TimeoutError):  # a busy part answers late
+                return await self.recovered(system, mended)
+            return False
+
+        with suppress(TimeoutError):
+            await until(has_recovered, RECOVERY_S)
+            recovered = time.monotonic()
+        await self.tidy(system)
+        return mended, recovered
 
 
 def _killed(*names: str) -> ChaosFault:

@@ -1,4 +1,4 @@
-"""The Helm chart works in real set-ups: each file in ``values/`` is such a set-up."""
+"""The Helm chart works with its own values and in real set-ups, the files in ``values/``."""
 
 import json
 from pathlib import Path
@@ -16,12 +16,10 @@ from tests.config import chart
 from tests.config.chart import Manifest, by_title, container, faults, manifests, pod, title
 from tests.envoy.test_envoy import validate
 
-SETUPS = {file.stem: file for file in sorted(Path(__file__).with_name("values").glob("*.yaml"))}
-
-
-def values(setup: str) -> dict[str, Any]:
-    read: dict[str, Any] = yaml.load(SETUPS[setup].read_text(encoding="utf-8"), yaml.CSafeLoader)
-    return read
+SETUPS: dict[str, dict[str, Any]] = {"default values": {}} | {
+    file.stem: yaml.load(file.read_text(encoding="utf-8"), yaml.CSafeLoader)
+    for file in sorted(Path(__file__).with_name("values").glob("*.yaml"))
+}
 
 
 def config(objects: list[Manifest], directory: Path) -> Config:
@@ -38,13 +36,13 @@ def config(objects: list[Manifest], directory: Path) -> Config:
 
 
 def envoy_files(objects: list[Manifest]) -> dict[str, str]:
-    (item,) = (item for item in objects if title(item).startswith("ConfigMap-extproc-envoy"))
+    (item,) = (item for item in objects if title(item).endswith("-envoy") and "data" in item)
     return dict(item["data"])
 
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_setup_is_rendered_and_valid(setup: str, tmp_path: Path) -> None:
-    objects = manifests(**values(setup))
+    objects = manifests(**SETUPS[setup])
     assert [fault for item in objects for fault in faults(item)] == []
     keys = [(item["kind"], item["metadata"].get("namespace"), title(item)) for item in objects]
     assert len(keys) == len({*keys})
@@ -60,16 +58,15 @@ def test_setup_is_rendered_and_valid(setup: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("setup", SETUPS)
 def test_setup_passes_helm_lint(setup: str) -> None:
     helm = pytest.importorskip("helm_python")
-    found = helm.lint(str(chart.CHART), values=values(setup))
+    found = helm.lint(str(chart.CHART), values=SETUPS[setup])
     assert found["errors"] == []
     assert [item["error"] for item in found["messages"]] == ["icon is recommended"]
 
 
 @pytest.mark.parametrize("setup", [name for name in SETUPS if name != "inference_pool"])
 def test_envoy_of_setup_follows_the_router(setup: str, tmp_path: Path) -> None:
-    objects = manifests(**{"fullnameOverride": "extproc"} | values(setup))
-    (item,) = (item for item in objects if title(item).endswith("-envoy") and "data" in item)
-    envoy = yaml.load(item["data"]["envoy.yaml"], yaml.CSafeLoader)
+    objects = manifests(**{"fullnameOverride": "extproc"} | SETUPS[setup])
+    envoy = yaml.load(envoy_files(objects)["envoy.yaml"], yaml.CSafeLoader)
     findings = check_envoy(envoy, config(objects, tmp_path))
     assert [finding for finding in findings if finding.level is not Level.OK] == []
 
@@ -77,7 +74,7 @@ def test_envoy_of_setup_follows_the_router(setup: str, tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("setup", ["one_service", "tls", "two_pools", "observed"])
 async def test_envoy_accepts_the_file_of_setup(setup: str, tmp_path: Path) -> None:
-    data = envoy_files(manifests(**values(setup)))
+    data = envoy_files(manifests(**SETUPS[setup]))
     certificate, key = Authority(tmp_path / "ca").sign("extproc-envoy")
     places = {"/etc/envoy/": f"{tmp_path}/"}
     for folder in ("/etc/tls/extproc", "/etc/tls/clients"):
@@ -108,9 +105,11 @@ async def test_envoy_accepts_the_file_of_setup(setup: str, tmp_path: Path) -> No
         ({"image": "extproc"}, "image"),
         ({"envoy": {"service": {"type": "Loadbalancer"}}}, "type"),
         ({"redis": {"url": "redis.data:6379"}}, "url"),
+        ({"redis": {"enabled": False}}, r"redis\.url: the existing Redis"),
+        ({"envoy": {"enabled": False}}, r"networkPolicy\.gateway: who may ask routers"),
     ],
 )  # fmt: skip
-def test_typo_in_values_is_refused(wrong: dict[str, Any], reason: str) -> None:
+def test_wrong_or_missing_value_is_refused(wrong: dict[str, Any], reason: str) -> None:
     with pytest.raises(Exception, match=reason):
         manifests(**wrong)
 
@@ -156,7 +155,7 @@ def test_two_releases_fit_into_a_namespace() -> None:
 
 
 def test_password_of_existing_redis_comes_from_its_secret(tmp_path: Path) -> None:
-    objects = manifests(**values("external_redis"))
+    objects = manifests(**SETUPS["external_redis"])
     kinds = by_title(objects)
     assert "Deployment-extproc-redis" not in kinds
     secret = {"secretKeyRef": {"name": "redis-login", "key": "redis-password"}}
@@ -166,13 +165,8 @@ def test_password_of_existing_redis_comes_from_its_secret(tmp_path: Path) -> Non
     assert config(objects, tmp_path).redis.options["host"] == "redis.data.svc"
 
 
-def test_existing_redis_needs_its_url() -> None:
-    with pytest.raises(Exception, match=r"redis\.url: the existing Redis"):
-        manifests(redis={"enabled": False})
-
-
 def test_selector_makes_a_headless_service(tmp_path: Path) -> None:
-    objects = manifests(**values("selectors"))
+    objects = manifests(**SETUPS["selectors"])
     made = [item for item in objects if item["kind"] == "Service"]
     services = {item["metadata"]["name"]: item["spec"] for item in made}
     sources = config(objects, tmp_path).replicas
@@ -184,7 +178,7 @@ def test_selector_makes_a_headless_service(tmp_path: Path) -> None:
 
 
 def test_poller_gets_a_role_in_each_namespace_of_services() -> None:
-    roles = [item for item in manifests(**values("two_gpus")) if item["kind"] == "Role"]
+    roles = [item for item in manifests(**SETUPS["two_gpus"]) if item["kind"] == "Role"]
     assert [item["metadata"]["namespace"] for item in roles] == ["default", "gpu-a10"]
     for role in roles:
         assert [rule["resources"] for rule in role["rules"]] == [["endpointslices"]]
@@ -205,32 +199,30 @@ def test_poller_may_read_pods_only_beside_an_inference_pool() -> None:
     ]
 
 
-def test_gateway_of_routers_has_to_be_named() -> None:
-    with pytest.raises(Exception, match=r"networkPolicy\.gateway: who may ask routers"):
-        manifests(envoy={"enabled": False})
-    objects = by_title(manifests(**values("inference_pool")))
+def test_named_gateway_may_ask_routers() -> None:
+    objects = by_title(manifests(**SETUPS["inference_pool"]))
     peers = objects["NetworkPolicy-extproc-router"]["spec"]["ingress"][0]["from"]
-    assert peers == values("inference_pool")["networkPolicy"]["gateway"]
+    assert peers == SETUPS["inference_pool"]["networkPolicy"]["gateway"]
     assert "Service-extproc-router-pods" not in objects  # only the chart's Envoy needs it
 
 
 def test_shipped_inference_pool_fits_the_chart() -> None:
     text = (chart.ROOT / "docs" / "inference_pool.yaml").read_text(encoding="utf-8")
     pool, route = yaml.load_all(text, yaml.CSafeLoader)
-    (source,) = values("inference_pool")["replicas"]
+    (source,) = SETUPS["inference_pool"]["replicas"]
     assert pool["metadata"]["name"] == source["kubernetes"]["inference_pool"]
     (rule,) = route["spec"]["rules"]
     group = pool["apiVersion"].partition("/")[0]
     named = {"group": group, "kind": pool["kind"], "name": pool["metadata"]["name"]}
     assert rule["backendRefs"] == [named]
-    objects = by_title(manifests(**values("inference_pool")))
+    objects = by_title(manifests(**SETUPS["inference_pool"]))
     picker = pool["spec"]["endpointPickerRef"]
     ports = {item["port"]: item for item in objects[f"Service-{picker['name']}"]["spec"]["ports"]}
     assert "appProtocol" not in ports[picker["port"]["number"]]  # TLS, not plain HTTP/2
 
 
 def test_all_parts_speak_tls(tmp_path: Path) -> None:
-    objects = by_title(manifests(**values("tls")))
+    objects = by_title(manifests(**SETUPS["tls"]))
     made = config([*objects.values()], tmp_path)
     assert made.serve.tls_client_ca
     assert made.eds.tls_client_ca
@@ -250,7 +242,7 @@ def test_all_parts_speak_tls(tmp_path: Path) -> None:
 
 
 def test_router_scales_by_its_own_cpu() -> None:
-    objects = by_title(manifests(**values("tenants")))
+    objects = by_title(manifests(**SETUPS["tenants"]))
     deployment = objects["Deployment-extproc-router"]
     scaler = objects["HorizontalPodAutoscaler-extproc-router"]["spec"]
     assert scaler["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
@@ -260,13 +252,13 @@ def test_router_scales_by_its_own_cpu() -> None:
         container(deployment)["volumeMounts"]
     )
     assert spec["nodeSelector"] == {"pool": "gateway"}
-    assert "volumes" not in values("tenants")["pods"]
+    assert "volumes" not in SETUPS["tenants"]["pods"]
     poller = pod(objects["Deployment-extproc-poller"])
     assert [item["name"] for item in poller["volumes"]] == ["extproc"]
 
 
 def test_service_monitor_finds_routers_pollers_and_envoys() -> None:
-    objects = manifests(**values("observed"))
+    objects = manifests(**SETUPS["observed"])
     (monitor,) = (item for item in objects if item["kind"] == "ServiceMonitor")
     wanted = monitor["spec"]["selector"]["matchLabels"].items()
     found = {

@@ -35,11 +35,6 @@ def test_manifests_are_rendered_from_the_chart() -> None:
     assert chart.plain() == chart.PLAIN.read_text(encoding="utf-8"), again
 
 
-@pytest.mark.parametrize("manifest", MANIFESTS, ids=title)
-def test_manifest_is_valid(manifest: Manifest) -> None:
-    assert faults(manifest) == []
-
-
 def test_fake_api_serves_valid_slices() -> None:
     assert faults({**KIND, **endpoint_slice(terminating("10.1.0.1", "vllm-0"))}) == []
 
@@ -155,9 +150,7 @@ def test_slow_start_is_no_reason_to_restart(deployment: Manifest) -> None:
 
 def test_envoy_is_ready_when_it_knows_the_replicas() -> None:
     """Envoy then opens its port; without the probes of another port it would be restarted."""
-    envoy = yaml.load(OBJECTS["ConfigMap-extproc-envoy"]["data"]["envoy.yaml"], yaml.CSafeLoader)
-    clusters = {item["name"]: item for item in envoy["static_resources"]["clusters"]}
-    eds = clusters["replicas"]["eds_cluster_config"]["eds_config"]
+    eds = envoy_clusters()["replicas"]["eds_cluster_config"]["eds_config"]
     assert eds["initial_fetch_timeout"] == "0s"
     probes = container(part("envoy"))
     assert probes["readinessProbe"]["tcpSocket"]["port"] == "http"
@@ -175,8 +168,7 @@ def test_router_that_is_not_ready_gets_no_requests() -> None:
 
 
 def test_envoy_asks_the_service_of_routers_while_dns_names_no_living_router() -> None:
-    (cluster,) = (item for item in envoy_clusters() if item["name"] == "router")
-    pods, service = cluster["load_assignment"]["endpoints"]
+    pods, service = envoy_clusters()["router"]["load_assignment"]["endpoints"]
     assert "priority" not in pods
     assert service["priority"] == 1
     for group, name in ((pods, "extproc-router-pods"), (service, "extproc-router")):
@@ -208,15 +200,15 @@ def test_images_have_a_tag_and_are_not_always_pulled() -> None:
     assert container(part("router"))["image"] == "extproc:0.1.0"
 
 
-def envoy_clusters() -> list[dict[str, Any]]:
+def envoy_clusters() -> dict[str, Any]:
     envoy = yaml.load(OBJECTS["ConfigMap-extproc-envoy"]["data"]["envoy.yaml"], yaml.CSafeLoader)
-    return list(envoy["static_resources"]["clusters"])
+    return {cluster["name"]: cluster for cluster in envoy["static_resources"]["clusters"]}
 
 
 def test_envoy_and_processes_use_existing_services(config: Config) -> None:
     known = [
         item["endpoint"]["address"]["socket_address"]
-        for cluster in envoy_clusters()
+        for cluster in envoy_clusters().values()
         for group in cluster.get("load_assignment", {}).get("endpoints", ())
         for item in group["lb_endpoints"]
     ]

@@ -230,19 +230,21 @@ def test_unusable_setting_is_one_line_without_password(
     assert "hunter2" not in problem
 
 
-@pytest.mark.parametrize(("port", "taken"), [("8000", 8000), ("'8000'", 8000), ("http", "http")])
-def test_kubernetes_port_is_number_or_name(port: str, taken: int | str) -> None:
-    given = f"[{{kubernetes: {{service: vllm, port: {port}}}}}]"
-    [replica] = load({}, {"EXTPROC_REPLICAS": given}).replicas
+@pytest.mark.parametrize(
+    ("pods", "port", "where"),
+    [
+        ("service: vllm, port: 8000", 8000, "Service vllm, port 8000"),
+        ("service: vllm, port: '8000'", 8000, "Service vllm, port 8000"),
+        ("service: vllm, port: http", "http", "Service vllm, port http"),
+        ("inference_pool: llama-3.1, namespace: gpu", None, "InferencePool gpu/llama-3.1"),
+    ],
+)
+def test_pods_are_those_of_a_service_or_an_inference_pool(
+    pods: str, port: int | str | None, where: str
+) -> None:
+    [replica] = load({"replicas": f"[{{kubernetes: {{{pods}}}}}]"}, {}).replicas
     assert replica.kubernetes is not None
-    assert replica.kubernetes.port == taken
-    assert replica.where == f"Service vllm, port {taken}"
-
-
-def test_inference_pool_is_a_source_of_replicas() -> None:
-    given = "[{kubernetes: {inference_pool: llama-3.1, namespace: gpu}}]"
-    [replica] = load({}, {"EXTPROC_REPLICAS": given}).replicas
-    assert replica.where == "InferencePool gpu/llama-3.1"
+    assert (replica.kubernetes.port, replica.where) == (port, where)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import io
 import json
 import re
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from tests.waiting import PATIENCE_S, until, until_read
 MESSAGES = [{"role": "user", "content": "Tell me of the sea."}]
 CHAT = "/v1/chat/completions"
 IN_TURN = {"x-extproc-policy": "round_robin"}
+HEALTHY_ROUTERS = "^cluster.router.health_check.healthy$"  # a counter of Envoy
 _HEALTHY = {"fail": 0, "reset": False, "hang": False, "slow": 1.0, "freezing_gauges": False}
 
 
@@ -54,11 +55,15 @@ class EnvoyClient:
         return EnvoyClient(self.stack, self.session, f"{pool}.example")
 
     async def chat(
-        self, tokens: int = 8, headers: dict[str, str] | None = None, **fields: Any
+        self,
+        tokens: int = 8,
+        headers: dict[str, str] | None = None,
+        status: int | None = 200,
+        **fields: Any,
     ) -> RoutedAnswer:
         body = {"model": MODEL, "messages": MESSAGES} | fields
         length = {"x-simulate-output-tokens": str(tokens)}
-        return await self.request("POST", CHAT, body, length | (headers or {}))
+        return await self.request("POST", CHAT, body, length | (headers or {}), status)
 
     async def uncached(
         self, name: str, words: int = 1000, headers: dict[str, str] | None = None
@@ -75,10 +80,13 @@ class EnvoyClient:
         path: str,
         body: Any = None,
         headers: dict[str, str] | None = None,
+        status: int | None = 200,
     ) -> RoutedAnswer:
-        """Send a request; return when the router's record of it is complete."""
+        """Send a request that must get this status, or any; return when the router's record of it
+        is complete."""
         id_ = str(uuid.uuid4())
         answer = await self.send(method, path, body, {"x-request-id": id_} | (headers or {}))
+        assert status in (answer.status, None), answer
         id_ = answer.headers.get("x-request-id", id_)  # Envoy's tracing changes a digit
         await until(lambda: self._settled(id_))
         answer.decisions = await self.decisions(id_)
@@ -120,6 +128,10 @@ class EnvoyClient:
     async def fleet(self) -> dict[str, Any]:
         return dict(await self._admin("/fleet"))
 
+    async def replicas(self) -> list[dict[str, Any]]:
+        """Return the router's states of all replicas."""
+        return list((await self.fleet())["replicas"])
+
     async def snapshot(self) -> dict[str, Any]:
         """Return what the router's page shows."""
         async with aclosing(follow(self.stack.router_admin, AdminSettings())) as snapshots:
@@ -130,16 +142,18 @@ class EnvoyClient:
         return list((await self.snapshot())["warnings"])
 
     async def replica(self, name: str) -> dict[str, Any]:
-        replicas = (await self.fleet())["replicas"]
-        return next(replica for replica in replicas if replica["name"] == name)
+        return next(replica for replica in await self.replicas() if replica["name"] == name)
+
+    async def replica_is(self, name: str, state: Callable[[dict[str, Any]], object]) -> None:
+        """Wait until the router has a replica in this state."""
+        await until_read(lambda: self.replica(name), state)
 
     async def measured(self, *names: str) -> bool:
         """Return true if polls have measured these replicas; otherwise send requests first."""
         replicas = [await self.replica(name) for name in names]
         if all(replica["healthy"] and replica["measured"] for replica in replicas):
             return True
-        answers = await asyncio.gather(*(self.chat(tokens=300) for _ in range(8)))
-        assert {answer.status for answer in answers} == {200}
+        await asyncio.gather(*(self.chat(tokens=300) for _ in range(8)))
         return False
 
     async def in_flight(self) -> int:
@@ -150,15 +164,10 @@ class EnvoyClient:
 
     async def busy(self) -> str:
         """Wait until a replica has a request in flight; return the replica's name."""
-        names: list[str] = []
-
-        async def found() -> bool:
-            replicas = (await self.fleet())["replicas"]
-            names[:] = [replica["name"] for replica in replicas if replica["in_flight"]]
-            return bool(names)
-
-        await until(found)
-        return names[0]
+        replicas = await until_read(
+            self.replicas, lambda now: any(each["in_flight"] for each in now)
+        )
+        return next(str(each["name"]) for each in replicas if each["in_flight"])
 
     async def metric(self, name: str, admin: str = "") -> float:
         """Return a metric of the first router, or of the router with this admin address."""
@@ -182,6 +191,24 @@ class EnvoyClient:
             yield
         finally:
             await self.simulate(name, **{key: _HEALTHY[key] for key in behaviour})
+
+    @asynccontextmanager
+    async def without_router(self) -> AsyncIterator[None]:
+        """Kill the router, and start it at the end of the block."""
+        await self.stack.kill("router")
+        try:
+            yield
+        finally:
+            await self.start_router()
+
+    async def start_router(self) -> None:
+        """Start the router, and wait until it routes."""
+        await self.stack.start("router")
+        await self.routes_again()
+
+    async def routes_again(self) -> None:
+        await self.stack.wait_routing()
+        await until_read(lambda: self.chat(tokens=1, status=None), lambda now: now.decisions)
 
     async def slow(self, times: float) -> None:
         for replica in self.stack.replicas:
@@ -207,11 +234,14 @@ class EnvoyClient:
         assert counts, f"{name} has no {metric}"
         return sum(map(float, counts))
 
-    async def load(self, name: str) -> int:
-        """Return the number of requests at a simulated replica."""
-        url = f"http://{self.stack.address(name)}/simulate/requests"
-        async with self.session.get(url) as response:
-            return len(await response.json())
+    async def load(self, *names: str) -> int:
+        """Return the number of requests at these simulated replicas."""
+        load = 0
+        for name in names:
+            url = f"http://{self.stack.address(name)}/simulate/requests"
+            async with self.session.get(url) as response:
+                load += len(await response.json())
+        return load
 
     async def post(self, url: str, body: dict[str, Any]) -> None:
         async with self.session.post(url, json=body) as response:

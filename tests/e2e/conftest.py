@@ -11,10 +11,19 @@ import pytest_asyncio
 from extproc.lab.harness.stack import FLEET
 from tests.conftest import wait_for_redis
 from tests.e2e.client import EnvoyClient
-from tests.e2e.stack import Behind, PatientStack, here
+from tests.e2e.stack import SETTINGS, Behind, PatientStack, here
 from tests.waiting import PATIENCE_S
 
-SETTINGS = {"serve": {"chunks_per_s": 1e6, "drain_s": 30.0}}
+SYSTEM = partial(PatientStack, replicas=here(FLEET), settings=SETTINGS)
+"""The system of modules that define no ``system``."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test of this folder: it starts processes, and shares its module's system."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.process)
+            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +36,7 @@ async def running(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[PatientStack]:
     """The system of the test module: its ``system``, or a plain stack."""
-    usual = partial(PatientStack, replicas=here(FLEET), settings=SETTINGS)
-    system: Callable[[Path], PatientStack] = getattr(request.module, "system", usual)
+    system: Callable[[Path], PatientStack] = getattr(request.module, "system", SYSTEM)
     async with system(tmp_path_factory.mktemp("stack")) as running:
         yield running
 

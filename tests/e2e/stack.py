@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -24,12 +23,12 @@ from tests import envoy_gateway, istio
 from tests.patched import patched
 
 ENVOY = Path(__file__).parents[2] / "envoy"
+SETTINGS = {"serve": {"chunks_per_s": 1e6}}
+"""Envoy sends every response to the router."""
 FAST_AND_SLOW = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "llama-8b-a10"))
 """The first is faster, so every request goes there while it works."""
 TRANSLATED = {"envoy_gateway": envoy_gateway.bootstrap, "istio": istio.bootstrap}
 """Files that a control plane translates into Envoy's configuration."""
-
-
 _HERE: tuple[str, ...] = ()
 
 
@@ -86,11 +85,8 @@ class PatientStack(stack.Stack):
         _python, _option, _module, *arguments = super()._service(name)
         constants = self._router_constants() if name in self.routers else {}
         if name in (self.pollers or self.routers):
-            constants |= self._poller_constants()
+            constants |= {"extproc.poll.replica.SILENCE_STEP_S": self.doubts_s}
         return patched(constants, *arguments) if constants else super()._service(name)
-
-    def _poller_constants(self) -> dict[str, object]:
-        return {"extproc.poll.replica.SILENCE_STEP_S": self.doubts_s}
 
     def _router_constants(self) -> dict[str, object]:
         return {}
@@ -192,15 +188,11 @@ def of_pool(pool: str) -> dict[str, Any]:
 class EdsStack(FileStack):
     """A stack with the process ``eds``, whose Envoy runs envoy/eds.yaml."""
 
-    def __init__(
-        self,
-        directory: Path,
-        replicas: Sequence[SimulatedReplica],
-        settings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
-    ) -> None:
-        super().__init__(directory, replicas, settings)
-        self.name = "eds"
-        self.ports = {**self.ports, "eds": free_port()}
+    name = "eds"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ports["eds"] = free_port()
 
     async def start(self, name: str) -> None:
         """Start the control plane before Envoy, which would otherwise retry later."""

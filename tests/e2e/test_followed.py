@@ -1,7 +1,7 @@
 """Envoy does not follow decisions: the router says so, and blames no replica."""
 
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,11 +9,8 @@ import pytest
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from extproc.lab.harness.stack import FLEET
 from tests.e2e.client import IN_TURN, EnvoyClient
-from tests.e2e.conftest import SETTINGS
-from tests.e2e.stack import Behind, cluster_of, ext_proc_of, here
+from tests.e2e.stack import SETTINGS, Behind, cluster_of, ext_proc_of, here
 from tests.waiting import until
-
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 REQUESTS = 12  # in turn, each of the four replicas is chosen three times
 
@@ -72,8 +69,7 @@ class Disobeying(Behind):
         return bootstrap
 
 
-def system(directory: Path) -> Behind:
-    return Disobeying(directory, here(FLEET), SETTINGS, pollers=0)
+system = partial(Disobeying, replicas=here(FLEET), settings=SETTINGS, pollers=0)
 
 
 async def not_followed(client: EnvoyClient) -> dict[str, float]:
@@ -91,7 +87,6 @@ async def test_decision_that_envoy_does_not_follow_blames_no_replica(
     reason = stack.name
     before = await not_followed(client)
     answers = [await client.chat(headers=IN_TURN) for _ in range(REQUESTS)]
-    assert {answer.status for answer in answers} == {200}
     elsewhere = [
         answer.decision["outcome"]["not_followed"]
         for answer in answers

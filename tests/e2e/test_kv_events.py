@@ -1,22 +1,19 @@
 """Replicas publish KV cache events: the expected cached tokens equal the reported ones."""
 
 import json
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import pytest
 import pytest_asyncio
 
 from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.lab.simulator import tokens
 from tests.e2e.client import EnvoyClient
-from tests.e2e.conftest import SETTINGS
-from tests.e2e.stack import PatientStack, here
-from tests.waiting import until, until_read
-
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
+from tests.e2e.stack import SETTINGS, PatientStack, here
+from tests.waiting import until_read
 
 KV_TOKENS = 4096
 
@@ -40,40 +37,38 @@ async def blocks_are_known(client: EnvoyClient) -> None:
 
 
 async def known(client: EnvoyClient, known: bool = True) -> None:
-    async def all_are() -> bool:
-        replicas = (await client.fleet())["replicas"]
-        return all((replica["known_blocks"] is not None) is known for replica in replicas)
-
-    await until(all_are)
-
-
-async def kv_updates(client: EnvoyClient) -> list[int]:
-    return [replica["kv_update"] for replica in (await client.fleet())["replicas"]]
+    await until_read(
+        client.replicas,
+        lambda now: all((replica["known_blocks"] is not None) is known for replica in now),
+    )
 
 
-async def settled(client: EnvoyClient, before: list[int]) -> None:
+async def values(client: EnvoyClient, field: str) -> list[float]:
+    return [replica[field] for replica in await client.replicas()]
+
+
+async def settled(client: EnvoyClient, before: list[float]) -> None:
     """Wait until updates have come and no more follow within three polls."""
-    await until_read(lambda: kv_updates(client), lambda now: now != before)
-    now: list[int] = []
-    while now != (before := await kv_updates(client)):
-        now = before
+    updates = partial(values, client, "kv_update")
+    now = await until_read(updates, lambda now: now != before)
+    while now != before:
+        before = now
         for _ in range(3):
             await polled(client)
+        now = await updates()
 
 
 async def polled(client: EnvoyClient) -> None:
-    async def scraped() -> list[float]:
-        return [replica["scraped_at"] for replica in (await client.fleet())["replicas"]]
-
-    since = await scraped()
+    since = await values(client, "scraped_at")
     await until_read(
-        scraped, lambda read: all(now > then for now, then in zip(read, since, strict=True))
+        partial(values, client, "scraped_at"),
+        lambda read: all(now > then for now, then in zip(read, since, strict=True)),
     )
 
 
 async def begin(client: EnvoyClient, ids: list[int]) -> tuple[Any, Any, list[int]]:
     """Complete a new prompt, and wait until the router knows its blocks."""
-    before = await kv_updates(client)
+    before = await values(client, "kv_update")
     completed = await complete(client, ids)
     await settled(client, before)
     return completed
@@ -83,7 +78,6 @@ async def complete(client: EnvoyClient, ids: list[int]) -> tuple[Any, Any, list[
     """Return the expected and the reported cached tokens, and the prompt with its completion."""
     body = {"model": MODEL, "prompt": ids, "max_tokens": 24, "ignore_eos": True}
     got = await client.request("POST", "/v1/completions", body)
-    assert got.status == 200, got.body
     reply = json.loads(got.body)
     said = tokens.token_ids(tokens.encode(reply["choices"][0]["text"]))
     reported = reply["usage"]["prompt_tokens_details"]["cached_tokens"]

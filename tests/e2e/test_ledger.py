@@ -3,8 +3,7 @@
 import asyncio
 import io
 import json
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import pytest
 
@@ -12,7 +11,7 @@ from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.request.media import LARGE_BODY
 from tests.e2e.client import CHAT, MESSAGES, EnvoyClient
-from tests.e2e.stack import Behind, PatientStack, ext_proc_of, here
+from tests.e2e.stack import Behind, ext_proc_of, here
 
 UNREAD = {"serve": {"chunks_per_s": 0.0}}
 """The router reads no chunks: only the open stream shows that a response goes on."""
@@ -21,44 +20,35 @@ REPLICA = (SimulatedReplica("one", "llama-8b-a10"),)
 
 
 MODES = ["BUFFERED", "FULL_DUPLEX_STREAMED"]
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.parametrize("stack", MODES, indirect=True),
-]
+pytestmark = pytest.mark.parametrize("stack", MODES, indirect=True)
 
 
 class BodyModeStack(Behind):
-    """A stack whose Envoy sends bodies in the mode ``name``, unless BUFFERED after the headers."""
+    """A stack whose Envoy sends bodies in the mode ``name``; in full duplex, after the headers."""
 
     name = "BUFFERED"
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, here(REPLICA), UNREAD, pollers=0)
 
     def _bootstrap(self) -> Bootstrap:
         bootstrap = super()._bootstrap()
         filters, settings = manager_of(bootstrap)["http_filters"], ext_proc_of(bootstrap)
         settings["processing_mode"]["request_body_mode"] = self.name
-        if self.name != "BUFFERED":
+        if self.name == "FULL_DUPLEX_STREAMED":
             settings["processing_mode"]["request_header_mode"] = "SEND"
+            settings["processing_mode"]["request_trailer_mode"] = "SEND"
+            settings["failure_mode_allow"] = False
             filters[:] = [
                 http_filter
                 for http_filter in filters
                 if http_filter["name"] != "envoy.filters.http.buffer"
             ]
-        if self.name == "FULL_DUPLEX_STREAMED":
-            settings["processing_mode"]["request_trailer_mode"] = "SEND"
-            settings["failure_mode_allow"] = False
         return bootstrap
 
 
-def system(directory: Path) -> PatientStack:
-    return BodyModeStack(directory)
+system = partial(BodyModeStack, replicas=here(REPLICA), settings=UNREAD, pollers=0)
 
 
-async def is_held(client: EnvoyClient, **more: Any) -> None:
-    body = {"model": MODEL, "messages": MESSAGES, "stream": True} | more
+async def is_held(client: EnvoyClient, padding: str = "") -> None:
+    body = {"model": MODEL, "messages": MESSAGES, "stream": True, "padding": padding}
     async with client.session.post(
         client.stack.url + CHAT,
         data=io.BytesIO(json.dumps(body).encode()),
@@ -71,12 +61,9 @@ async def is_held(client: EnvoyClient, **more: Any) -> None:
     await client.has_in_flight(0)
 
 
-async def test_ledger_holds_streamed_response(client: EnvoyClient) -> None:
-    await is_held(client)
-
-
-async def test_ledger_holds_response_to_unread_large_body(client: EnvoyClient) -> None:
-    await is_held(client, padding="x" * (LARGE_BODY + 1))
+@pytest.mark.parametrize("padding", [0, LARGE_BODY + 1], ids=["small body", "unread large body"])
+async def test_ledger_holds_streamed_response(client: EnvoyClient, padding: int) -> None:
+    await is_held(client, "x" * padding)
 
 
 async def test_ledger_holds_response_that_router_is_not_shown(client: EnvoyClient) -> None:

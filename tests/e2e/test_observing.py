@@ -8,6 +8,7 @@ import resource
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -28,8 +29,6 @@ from extproc.settings import load
 from tests.e2e.client import CHAT, MESSAGES, EnvoyClient, RoutedAnswer
 from tests.e2e.stack import FAST_AND_SLOW, Behind, PatientStack, ext_proc_of, here
 from tests.waiting import PATIENCE_S, until_read
-
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 SESSION = "x-session-id"
 OWN = {"x-vllm-priority": "7", "x-data-parallel-rank": "0", "x-own": "kept"}
@@ -84,6 +83,8 @@ class RecordingStack(Behind):
 class ObservedStack(RecordingStack):
     """An Envoy that takes turns between the replicas, and sends the router every response."""
 
+    name = "observe"
+
     def _bootstrap(self) -> Bootstrap:
         bootstrap = super()._bootstrap()
         sampled, _ = manager_of(bootstrap)["route_config"]["virtual_hosts"][0]["routes"]
@@ -93,10 +94,7 @@ class ObservedStack(RecordingStack):
         return bootstrap
 
 
-def system(directory: Path) -> PatientStack:
-    observed = ObservedStack(directory, here(FAST_AND_SLOW), OBSERVE, pollers=0)
-    observed.name = "observe"
-    return observed
+system = partial(ObservedStack, replicas=here(FAST_AND_SLOW), settings=OBSERVE, pollers=0)
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="session")
@@ -116,7 +114,9 @@ def odd_body(tokens: int = 3, pad: int = 0, **fields: Any) -> bytes:
 
 async def send(client: EnvoyClient, body: bytes, **headers: str) -> RoutedAnswer:
     values = {"x-request-id": str(uuid.uuid4()), "content-type": "application/json"}
-    return await client.send("POST", CHAT, io.BytesIO(body), values | OWN | headers)
+    answer = await client.send("POST", CHAT, io.BytesIO(body), values | OWN | headers)
+    assert answer.status == 200
+    return answer
 
 
 def recorded(client: EnvoyClient, answer: RoutedAnswer) -> ReceivedRequest:
@@ -128,9 +128,7 @@ async def unchanged(client: EnvoyClient, requests: int = 8) -> list[ReceivedRequ
     """Send requests; assert that they arrived unchanged."""
     body, found = odd_body(), []
     for _ in range(requests):
-        answer = await send(client, body)
-        assert answer.status == 200
-        found.append(recorded(client, answer))
+        found.append(recorded(client, await send(client, body)))
     assert {request.body for request in found} == {body}
     for request in found:
         assert DESTINATION not in request.headers
@@ -161,26 +159,18 @@ def names(found: list[ReceivedRequest]) -> set[frozenset[str]]:
 
 
 async def test_envoy_alone_decides_and_no_byte_changes(client: EnvoyClient) -> None:
-    before = await client.metric('extproc_requests_total{result="observed"}')
+    observed = partial(client.metric, 'extproc_requests_total{result="observed"}')
+    before = await observed()
     await in_turn(client)
-    await until_read(
-        lambda: client.metric('extproc_requests_total{result="observed"}'),
-        lambda now: now == before + 8,
-    )
+    await until_read(observed, lambda now: now == before + 8)
     for result in ("routed", "refused", "unrouted", "gave_up"):
         assert await client.metric(f'extproc_requests_total{{result="{result}"}}') == 0
 
 
-async def test_requests_are_the_same_without_a_router(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
+async def test_requests_are_the_same_without_a_router(client: EnvoyClient) -> None:
     observed = names(await in_turn(client))
-    await stack.kill("router")
-    try:
+    async with client.without_router():
         assert names(await in_turn(client)) == observed
-    finally:
-        await stack.start("router")
-        await stack.wait_routing()
 
 
 async def test_predictions_are_compared_with_choice_of_envoy(
@@ -190,7 +180,7 @@ async def test_predictions_are_compared_with_choice_of_envoy(
     before = [await client.metric(name) for name in (same, other)]
     answers = [await client.chat(tokens=20, stream=stream) for stream in (True, False) * 3]
     upstream = dict[str, str]()
-    while len(upstream) < len(answers):
+    while not {answer.headers["x-request-id"] for answer in answers} <= upstream.keys():
         upstream |= {access.request_id: access.upstream for access in accesses.new()}
         await asyncio.sleep(0.05)
     chosen = []
@@ -224,24 +214,18 @@ async def test_hung_router_delays_no_request(client: EnvoyClient, stack: Patient
     with stack.paused("router"):
         async with asyncio.timeout(PROMPT_S):
             await in_turn(client, 4)
-            large = await send(client, odd_body(tokens=1, pad=TWENTY_MB))
-            assert large.status == 200
+            await send(client, odd_body(tokens=1, pad=TWENTY_MB))
             streamed = await send(client, odd_body(tokens=50, stream=True))
             assert streamed.body.endswith(b"data: [DONE]\n\n")
 
 
-async def test_killed_router_ends_no_request(client: EnvoyClient, stack: PatientStack) -> None:
+async def test_killed_router_ends_no_request(client: EnvoyClient) -> None:
     requests = [asyncio.create_task(send(client, odd_body(tokens=100, stream=True)))]
     await client.busy()
-    await stack.kill("router")
-    requests += [asyncio.create_task(send(client, odd_body())) for _ in range(4)]
-    try:
-        for answer in await asyncio.gather(*requests):
-            assert answer.status == 200
-        assert (await requests[0]).body.endswith(b"data: [DONE]\n\n")
-    finally:
-        await stack.start("router")
-        await stack.wait_routing()
+    async with client.without_router():
+        requests += [asyncio.create_task(send(client, odd_body())) for _ in range(4)]
+        streamed, *_ = await asyncio.gather(*requests)
+        assert streamed.body.endswith(b"data: [DONE]\n\n")
 
 
 def fill_memory(pid: int) -> None:
@@ -253,13 +237,14 @@ def fill_memory(pid: int) -> None:
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def router_with_full_memory(stack: PatientStack) -> AsyncIterator[Process]:
+async def router_with_full_memory(
+    client: EnvoyClient, stack: PatientStack
+) -> AsyncIterator[Process]:
     process = stack.process("router")
     fill_memory(process.pid)
     yield process
     await stack.kill("router")
-    await stack.start("router")
-    await stack.wait_routing()
+    await client.start_router()
 
 
 async def test_router_with_full_memory_changes_no_request(
@@ -275,7 +260,6 @@ async def test_router_with_full_memory_changes_no_request(
             await unchanged(client, 2)
             large = odd_body(tokens=1, pad=TWENTY_MB)
             for answer in await asyncio.gather(*(send(client, large) for _ in range(4))):
-                assert answer.status == 200
                 assert recorded(client, answer).body == large
     await unchanged(client)
     streamed = await send(client, odd_body(tokens=50, stream=True))
@@ -291,26 +275,19 @@ class Shared(RecordingStack):
         return bootstrap
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def sharing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PatientStack]:
-    directory = tmp_path_factory.mktemp("share")
-    async with Shared(directory, here(FAST_AND_SLOW), SHARE, pollers=0) as stack:
-        yield stack
-
-
 async def test_share_of_sessions_is_routed_and_rest_is_left_alone(
-    client: EnvoyClient, sharing: PatientStack
+    client: EnvoyClient, tmp_path: Path
 ) -> None:
-    client, config = EnvoyClient(sharing, client.session), load({}, {}, sharing.config_file)
-    sides = set[bool]()
-    for session in map(str, range(8)):
-        steered = is_steered(config, {SESSION: session})
-        sides.add(steered)
-        for _ in range(2):
-            body = odd_body()
-            found = recorded(client, await send(client, body, **{SESSION: session}))
-            assert (DESTINATION in found.headers) is steered
-            assert found.body == body
+    sides, body = set[bool](), odd_body()
+    async with Shared(tmp_path, here(FAST_AND_SLOW), SHARE, pollers=0) as stack:
+        client, config = EnvoyClient(stack, client.session), load({}, {}, stack.config_file)
+        for session in map(str, range(8)):
+            steered = is_steered(config, {SESSION: session})
+            sides.add(steered)
+            for _ in range(2):
+                found = recorded(client, await send(client, body, **{SESSION: session}))
+                assert (DESTINATION in found.headers) is steered
+                assert found.body == body
     assert sides == {True, False}
 
 

@@ -1,10 +1,10 @@
-"""Pools behind one Envoy, which differ in models, context lengths, adapters and caches."""
+"""Pools behind one Envoy, which differ in models, adapters and caches."""
 
 import asyncio
 import json
 from copy import deepcopy
+from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +19,6 @@ from tests.e2e.client import CHAT, MESSAGES, EnvoyClient, RoutedAnswer
 from tests.e2e.stack import PatientStack, cluster_of, ext_proc_of, here, of_pool, replicas
 from tests.waiting import until, until_read
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
-
 A10, H100 = "llama-8b-a10", "llama-8b-h100"
 SETTINGS: dict[str, dict[str, object]] = {
     "hold": {
@@ -32,11 +30,10 @@ SETTINGS: dict[str, dict[str, object]] = {
         },
     },
     "serve": {"chunks_per_s": 1e6},
-    "poll": {"interval_s": 0.5},  # of fifteen replicas
+    "poll": {"interval_s": 0.5},  # of thirteen replicas
 }
 ADAPTERS, UNLOADED = ("law", "code"), "tax"
 UNIT = 64  # tokens of a prompt that are cached together
-WORDS = "sea " * 10_000
 OTHER = "qwen-7b"
 LOAD_S = 0.5  # seconds that an adapter takes to load
 _REPORTS_CACHED = "--enable-prompt-tokens-details"
@@ -49,10 +46,6 @@ POOLS = {
         SimulatedReplica("qwen", A10, ("--model", OTHER)),
     ),
     "second": (SimulatedReplica("second-1", A10), SimulatedReplica("second-2", A10)),
-    "contexts": (
-        SimulatedReplica("short", H100, ("--max-model-len", "4096")),
-        SimulatedReplica("long", A10),
-    ),
     "adapters": (
         SimulatedReplica("lora-1", H100, _LOADING),
         SimulatedReplica("lora-2", H100, _LOADING),
@@ -76,10 +69,6 @@ class PoolsStack(PatientStack):
     The host ``NAME.example`` leads to a pool, other hosts to the default pool, and paths below
     ``/batch/`` to ``second``. Envoy sends ``narrow`` one request at a time.
     """
-
-    def __init__(self, directory: Path) -> None:
-        fleet = here(chain.from_iterable(POOLS.values()))
-        super().__init__(directory, fleet, SETTINGS)
 
     def _configuration(self) -> dict[str, Any]:
         whole = super()._configuration()
@@ -133,18 +122,17 @@ def _by_prefix(host: dict[str, Any]) -> dict[str, Any]:
     return {"match": {"prefix": "/batch/"}, "route": route, "typed_per_filter_config": metadata}
 
 
-def system(directory: Path) -> PatientStack:
-    return PoolsStack(directory)
+FLEET = here(chain.from_iterable(POOLS.values()))
+system = partial(PoolsStack, replicas=FLEET, settings=SETTINGS)
 
 
 @pytest.mark.parametrize(("model", "replica"), [(MODEL, "llama"), (OTHER, "qwen")])
 async def test_request_goes_to_replica_with_its_model(
     client: EnvoyClient, model: str, replica: str
 ) -> None:
-    await until_read(lambda: client.replica(replica), lambda now: model in now["models"])
+    await client.replica_is(replica, lambda now: model in now["models"])
     for _ in range(4):
         answer = await client.chat(model=model)
-        assert answer.status == 200
         assert (answer.decision["pool"], answer.decision["replica_name"]) == ("default", replica)
         (excluded,) = answer.decision["excluded"]
         assert excluded["why"] == f"does not serve {model!r}"
@@ -152,9 +140,7 @@ async def test_request_goes_to_replica_with_its_model(
 
 async def test_route_selects_pool(client: EnvoyClient) -> None:
     for _ in range(4):
-        answer = await client.chat(headers={"host": "second.example"})
-        assert answer.status == 200
-        decision = answer.decision
+        decision = (await client.chat(headers={"host": "second.example"})).decision
         assert decision["pool"] == "second"
         assert decision["outcome"]["served_by"] == decision["replica"]
         assert {candidate["name"] for candidate in decision["candidates"]} == {
@@ -165,9 +151,7 @@ async def test_route_selects_pool(client: EnvoyClient) -> None:
 
 async def test_route_with_prefix_rewrite_selects_pool(client: EnvoyClient) -> None:
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4}
-    answer = await client.request("POST", f"/batch{CHAT}", body)
-    assert answer.status == 200
-    decision = answer.decision
+    decision = (await client.request("POST", f"/batch{CHAT}", body)).decision
     assert (decision["pool"], decision["endpoint"]) == ("second", CHAT)
     assert decision["outcome"]["served_by"] == decision["replica"]
 
@@ -184,7 +168,7 @@ async def test_unknown_pool_is_logged_once_and_served(
 ) -> None:
     for _ in range(3):
         answer = await client.chat(headers={"host": f"{LOST}.example"})
-        assert (answer.status, answer.decisions) == (200, [])
+        assert answer.decisions == []
     log = stack.process("router").log.read_text()
     (line,) = (line for line in log.splitlines() if "names a pool that is not configured" in line)
     assert LOST in line
@@ -193,7 +177,7 @@ async def test_unknown_pool_is_logged_once_and_served(
 
 async def test_fleet_page_shows_every_pool(client: EnvoyClient) -> None:
     await client.has_in_flight(0)
-    shown = {replica["name"]: replica["pool"] for replica in (await client.fleet())["replicas"]}
+    shown = {replica["name"]: replica["pool"] for replica in await client.replicas()}
     assert shown == {replica.name: pool for pool, fleet in POOLS.items() for replica in fleet}
 
 
@@ -207,32 +191,15 @@ async def test_command_lists_one_pool(
     assert "no pool 'secnd' is configured; did you mean 'second'?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (CHAT, {"messages": [{"role": "user", "content": WORDS}], "n": 4, "max_tokens": 4}),
-        ("/v1/completions", {"prompt": ["sea"] * 9 + [WORDS], "max_tokens": 4}),
-        ("/v1/embeddings", {"input": [WORDS, "sea"]}),
-        ("/v1/rerank", {"query": "sea", "documents": ["sea", WORDS]}),
-    ],
-)
-async def test_request_goes_where_its_longest_prompt_fits(
-    client: EnvoyClient, path: str, body: dict[str, Any]
-) -> None:
-    answer = await client.of("contexts").request("POST", path, {"model": MODEL} | body)
-    assert answer.status == 200
-    assert (answer.decision["replica_name"], answer.decision["second"]) == ("long", None)
-
-
 @pytest.mark.parametrize("header", TARGETS)
 async def test_target_header_routes_or_refuses(client: EnvoyClient, header: str) -> None:
     client = client.of("second")
     await until(lambda: client.measured("second-1", "second-2"))
     objective = {"x-llm-d-inference-objective": "soon"}
     answer = await client.chat(headers={header: "60000", **objective})
-    assert (answer.status, answer.decision["policy"]) == (200, "target")
-    answer = await client.chat(headers={header: "0.001", **objective})
-    assert (answer.status, answer.decisions) == (429, [])
+    assert answer.decision["policy"] == "target"
+    answer = await client.chat(headers={header: "0.001", **objective}, status=429)
+    assert answer.decisions == []
     assert json.loads(answer.body)["error"]["code"] == "too_late"
     assert int(answer.headers["Retry-After"]) >= 1
 
@@ -303,7 +270,6 @@ async def turn(
     answer = await client.of("prefixes").chat(
         tokens, messages=messages, model=model, max_tokens=tokens
     )
-    assert answer.status == 200
     said = json.loads(answer.body)["choices"][0]["message"]["content"]
     following = {"role": "user", "content": "And then? " * 20}
     return answer, [*messages, {"role": "assistant", "content": said}, following]
@@ -337,17 +303,17 @@ async def test_replica_without_prefix_cache_has_no_expected_hits(client: EnvoyCl
 async def test_full_circuit_breaker_excludes_no_replica(client: EnvoyClient) -> None:
     narrow = client.of("narrow")
     long = asyncio.create_task(narrow.chat(tokens=20_000))
-
-    async def arrived() -> bool:
-        return sum([await client.load(replica.name) for replica in POOLS["narrow"]]) == 1
-
-    await until(arrived)
-    refused = [await narrow.chat(tokens=1) for _ in range(5)]
-    assert [answer.status for answer in refused] == [503] * 5
+    names = [replica.name for replica in POOLS["narrow"]]
+    await until_read(lambda: client.load(*names), lambda now: now == 1)
+    refused = [await narrow.chat(tokens=1, status=503) for _ in range(5)]
     assert all(answer.decision["excluded"] == [] for answer in refused)
     await client.slow(0.01)
-    assert (await long).status == 200
+    await long
     await client.slow(1.0)
+
+
+async def serves_again(client: EnvoyClient) -> None:
+    await until_read(lambda: client.chat(status=None), lambda now: now.status == 200)
 
 
 async def test_model_whose_replicas_are_down_gets_503(
@@ -355,39 +321,28 @@ async def test_model_whose_replicas_are_down_gets_503(
 ) -> None:
     assert (await client.chat()).decision["replica_name"] == "llama"
     await stack.kill("llama")
-    await until_read(lambda: client.replica("llama"), lambda now: not now["healthy"])
-    for answer in await asyncio.gather(*(client.chat() for _ in range(4))):
-        assert answer.status == 503, "404 would be the answer of another model's replica"
+    await client.replica_is("llama", lambda now: not now["healthy"])
+    # 404 would be the answer of another model's replica.
+    for answer in await asyncio.gather(*(client.chat(status=503) for _ in range(4))):
         assert answer.headers["Retry-After"] == "1"
         assert json.loads(answer.body)["error"]["type"] == "service_unavailable_error"
         assert (await client.chat(model=OTHER)).decision["replica_name"] == "qwen"
-    assert (await client.chat(model="nobody's")).status == 404
+    await client.chat(model="nobody's", status=404)
     await stack.start("llama")
-    await until_read(client.chat, lambda now: now.status == 200)
+    await serves_again(client)
     assert (await client.chat(model=MODEL)).decision["replica_name"] == "llama"
-
-
-async def down(client: EnvoyClient) -> bool:
-    return not (await client.replica("alone"))["healthy"]
 
 
 async def test_request_waits_for_only_replica_to_return(
     client: EnvoyClient, stack: PatientStack
 ) -> None:
     alone = client.of("alone")
-    await until_read(alone.chat, lambda now: now.status == 200)
+    await serves_again(alone)
     await stack.stop("alone")
-    await until(lambda: down(client))
+    await client.replica_is("alone", lambda now: not now["healthy"])
     waits = asyncio.create_task(alone.chat())
-
-    unserved_metric = f'extproc_requests_unserved{{model="{MODEL}",pool="alone"}}'
-
-    async def unserved() -> bool:
-        return await client.metric(unserved_metric) == 1.0
-
-    await until(unserved)
+    unserved = f'extproc_requests_unserved{{model="{MODEL}",pool="alone"}}'
+    await until_read(lambda: client.metric(unserved), lambda now: now == 1.0)
     assert await client.metric('extproc_replicas_needed{pool="alone"}') >= 1.0
     await stack.start("alone")
-    answer = await waits
-    assert answer.status == 200
-    assert answer.decision["outcome"]["queued_s"] > 0.0
+    assert (await waits).decision["outcome"]["queued_s"] > 0.0

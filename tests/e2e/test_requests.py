@@ -1,4 +1,4 @@
-"""Requests of every endpoint, streamed and whole, and requests that are refused."""
+"""Requests of every endpoint, streamed and whole, and a request that is refused."""
 
 import json
 from typing import Any
@@ -10,8 +10,6 @@ from redis.asyncio import Redis
 from extproc.lab.harness.stack import MODEL
 from tests.e2e.client import CHAT, MESSAGES, EnvoyClient
 from tests.e2e.stack import PatientStack
-
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": MESSAGES},
@@ -33,7 +31,7 @@ async def test_every_redis_key_expires_and_is_small(
     stack: PatientStack, client: EnvoyClient
 ) -> None:
     for _ in range(8):
-        assert (await client.chat()).status == 200
+        await client.chat()
     async with Redis.from_url(stack.redis_url) as redis:
         keys = await redis.keys()
         lives = {key: await redis.pttl(key) for key in keys}
@@ -47,7 +45,6 @@ async def test_every_redis_key_expires_and_is_small(
 @pytest.mark.parametrize("path", BODIES)
 async def test_every_endpoint_is_routed(client: EnvoyClient, path: str) -> None:
     answer = await client.request("POST", path, {"model": MODEL} | BODIES[path], EIGHT)
-    assert answer.status == 200
     record = answer.decision
     assert record["endpoint"] == path
     assert record["outcome"]["served_by"] == record["replica"]
@@ -60,7 +57,6 @@ async def test_audio_is_routed_by_length(client: EnvoyClient, path: str) -> None
     form = aiohttp.FormData({"model": MODEL})
     form.add_field("file", bytes(45 * 16_000), filename="speech.mp3", content_type="audio/mpeg")
     answer = await client.request("POST", path, form, EIGHT)
-    assert answer.status == 200
     record = answer.decision
     assert (record["endpoint"], record["model"], record["sequences"]) == (path, MODEL, 2)
     assert record["prompt_tokens"] == pytest.approx(45 * 25, rel=0.01)
@@ -71,29 +67,13 @@ async def test_audio_is_routed_by_length(client: EnvoyClient, path: str) -> None
 async def test_every_endpoint_streams(client: EnvoyClient, path: str) -> None:
     body = {"model": MODEL, "stream": True} | BODIES[path]
     answer = await client.request("POST", path, body, EIGHT)
-    assert answer.status == 200
     assert answer.headers["Content-Type"].startswith("text/event-stream")
     outcome = answer.decision["outcome"]
     assert 0 < outcome["ttft_s"] <= outcome["completion_s"]
     assert outcome["output_tokens"] == pytest.approx(8, abs=1)
 
 
-async def test_forged_destination_is_not_followed(client: EnvoyClient, stack: PatientStack) -> None:
-    forged = {"x-gateway-destination-endpoint": stack.address("slow-1")}
-    for _ in range(3):
-        answer = await client.chat(headers=forged)
-        assert answer.decision["outcome"]["served_by"] == answer.decision["replica"]
-        assert answer.decision["replica_name"].startswith("fast")
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"messages": []}, {"messages": [5]}, {"max_tokens": 1e30}, {"max_tokens": "many"}, {"n": -3}],
-)
-async def test_refusal_of_replica_reaches_client(
-    client: EnvoyClient, fields: dict[str, Any]
-) -> None:
-    answer = await client.chat(**fields)
-    assert answer.status in (400, 404)
+async def test_refusal_of_replica_reaches_client(client: EnvoyClient) -> None:
+    answer = await client.chat(n=-3, status=400)
+    assert answer.decision["outcome"]["status"] == 400
     assert "error" in json.loads(answer.body)
-    assert answer.decision["outcome"]["status"] == answer.status

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of
@@ -15,8 +14,6 @@ from tests.certificates import Authority
 from tests.e2e.client import EnvoyClient
 from tests.e2e.stack import PatientStack, cluster_of, here
 from tests.waiting import until
-
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 DOCS = Path(__file__).parents[2] / "docs"
 REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100") for name in ("one", "two"))
@@ -54,30 +51,23 @@ def documented(files: Path) -> dict[str, Any]:
     return dict(yaml.safe_load(snippet.replace("/etc/envoy/tls", str(files))))
 
 
-ROUTED = 'extproc_requests_total{result="routed"}'
-OVERLOAD = 'extproc_requests_total{result="overload"}'
+system = SecuredStack
 
 
-def system(directory: Path) -> SecuredStack:
-    return SecuredStack(directory)
-
-
-async def test_headers_of_90_kb_reach_router_and_replica(
-    client: EnvoyClient, stack: SecuredStack
-) -> None:
-    before = await client.metric(ROUTED)
+async def test_headers_of_90_kb_reach_router_and_replica(client: EnvoyClient) -> None:
+    before = await client.routed()
     large = {f"x-large-{number}": "v" * 7_500 for number in range(12)}
-    assert (await client.chat(tokens=3, headers=large)).status == 200
-    assert await client.metric(ROUTED) == before + 1
+    await client.chat(tokens=3, headers=large)
+    assert await client.routed() == before + 1
 
 
 async def test_no_request_fails_beyond_max_streams(
     client: EnvoyClient, stack: SecuredStack
 ) -> None:
-    before = await client.metric(ROUTED)
+    before = await client.routed()
     asked = asyncio.gather(*(client.chat(tokens=2000) for _ in range(20)))
-    await until(partial(client.metric, OVERLOAD))
+    await until(partial(client.metric, 'extproc_requests_total{result="overload"}'))
     await client.slow(0.05)
-    assert {answer.status for answer in await asked} == {200}
-    assert await client.metric(ROUTED) > before
+    await asked
+    assert await client.routed() > before
     await stack.wait_routing()

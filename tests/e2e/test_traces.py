@@ -110,7 +110,6 @@ async def test_decision_is_part_of_trace_of_envoy(stack: TracedStack, client: En
     sampled = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
     answer = await client.chat(20, headers=sampled, stream=True)
     spans = await stack.spans.of(TRACE, 5)
-    assert answer.status == 200
     route, request = spans["extproc: route"], spans[f"extproc: chat {MODEL}"]
     by_id = {span.span_id: name for name, span in spans.items()}
     asked = spans[by_id[route.parent_span_id]]

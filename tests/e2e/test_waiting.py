@@ -4,7 +4,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
+from functools import partial
 
 import pytest
 import pytest_asyncio
@@ -14,8 +14,6 @@ from extproc.lab.harness.stack import SimulatedReplica
 from tests.e2e.client import EnvoyClient
 from tests.e2e.stack import Behind, PatientStack, ext_proc_of, here
 from tests.waiting import until, until_read
-
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 FIT = 4
 SMALL = ("--kv-tokens", str(FIT * 1152))  # a replica has room for four requests of this test
@@ -29,10 +27,6 @@ numbers = itertools.count()
 
 
 class WaitingStack(Behind):
-    def __init__(self, directory: Path) -> None:
-        serve = {"chunks_per_s": 1e6, "drain_s": 1.0, "second_choice": True}
-        super().__init__(directory, here(REPLICAS, "one"), {"serve": serve})
-
     async def behind(self, name: str) -> None:
         """Restart Envoy; timeouts of ``IMPATIENT`` are short, because its test waits for one."""
         self.patience_s = 4 if name == IMPATIENT else PatientStack.patience_s
@@ -45,8 +39,8 @@ class WaitingStack(Behind):
         return bootstrap
 
 
-def system(directory: Path) -> PatientStack:
-    return WaitingStack(directory)
+SERVE = {"chunks_per_s": 1e6, "drain_s": 1.0, "second_choice": True}
+system = partial(WaitingStack, replicas=here(REPLICAS, "one"), settings={"serve": SERVE})
 
 
 def behind(*names: str) -> pytest.MarkDecorator:
@@ -56,19 +50,17 @@ def behind(*names: str) -> pytest.MarkDecorator:
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)
 async def measured_and_empty(client: EnvoyClient) -> None:
     """Wait until the replicas are measured, because before that no request waits, and empty."""
-
-    async def empty() -> bool:
-        replicas = (await client.fleet())["replicas"]
-        return not any(replica["kv_usage"] for replica in replicas)
-
     await until(lambda: client.measured(*(replica.name for replica in REPLICAS)))
     await client.has_in_flight(0)
-    await until(empty)
+    await until_read(partial(kv_usage, client), lambda now: now == 0.0)
+
+
+async def kv_usage(client: EnvoyClient) -> float:
+    return sum([float(replica["kv_usage"]) for replica in await client.replicas()])
 
 
 async def waiting(client: EnvoyClient) -> int:
-    streams, fleet = await client.metric("extproc_open_streams"), await client.fleet()
-    return int(streams) - int(fleet["in_flight"])
+    return int(await client.metric("extproc_open_streams")) - await client.in_flight()
 
 
 async def preempted(client: EnvoyClient) -> float:
@@ -110,8 +102,7 @@ async def full_replicas(client: EnvoyClient, more: int, slow: float = 1.0) -> As
     async def full() -> bool:
         if not crowd.unanswered:
             await crowd.joined_by(len(REPLICAS) * FIT)
-        replicas = (await client.fleet())["replicas"]
-        return sum(float(replica["kv_usage"]) for replica in replicas) > 0.7 * len(REPLICAS)
+        return await kv_usage(client) > 0.7 * len(REPLICAS)
 
     await client.slow(min(slow, FILLING))
     await until(full)
@@ -165,7 +156,8 @@ async def test_dead_router_fails_no_queued_request(
 ) -> None:
     async with full_replicas(client, 12):
         await stack.kill("router")
-    await back(client, stack)
+    await client.start_router()
+    await nothing_left(client)
 
 
 @behind(BODY_FIRST)
@@ -175,18 +167,19 @@ async def test_hung_router_fails_no_queued_request(
     async with full_replicas(client, 12) as crowd:
         with stack.paused("router"):
             await until(lambda: crowd.unanswered == 0)
-    await back(client, stack)
+    await client.routes_again()
+    await nothing_left(client)
 
 
 @behind(BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX)
 async def test_client_that_hangs_up_leaves_queue(client: EnvoyClient, stack: PatientStack) -> None:
     async with full_replicas(client, 4, SO_SLOW) as crowd:
         await client.has_in_flight(len(REPLICAS) * FIT)
-        wait, in_flight = await waiting(client), (await client.fleet())["in_flight"]
+        wait, in_flight = await waiting(client), await client.in_flight()
         await crowd.joined_by(1)  # several requests sent together may arrive in any order
         crowd.answers.pop().cancel()
         await until_read(lambda: waiting(client), lambda now: now == wait)
-        assert (await client.fleet())["in_flight"] == in_flight
+        assert await client.in_flight() == in_flight
     await nothing_left(client)
 
 
@@ -216,13 +209,4 @@ async def test_envoy_without_max_message_timeout_does_not_wait(
     async with full_replicas(client, 6, SO_SLOW) as crowd:
         await until_read(sent_on, lambda now: now >= before + len(crowd.answers))
         await until_read(lambda: waiting(client), lambda now: now == 0)
-    await nothing_left(client)
-
-
-async def back(client: EnvoyClient, stack: PatientStack) -> None:
-    """Start the router unless it runs; wait until it has no requests and routes again."""
-    if not stack.process("router").running:
-        await stack.start("router")
-    await stack.wait_routing()
-    await until_read(lambda: client.chat(tokens=1), lambda now: now.decisions)
     await nothing_left(client)

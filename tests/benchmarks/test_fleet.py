@@ -1,4 +1,4 @@
-"""Events of a fleet file: replicas that slow down, die, hang and come back in a simulation."""
+"""Fleet files: events of replicas that slow down, die, hang and come back, and imbalance."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,11 +8,10 @@ import pytest
 
 from benchmarks import fleet
 from benchmarks.discrete import FleetSimulation
-from benchmarks.fleet import FleetFile
+from benchmarks.fleet import FleetFile, Stay, imbalance
 from benchmarks.trace import TracedRequest
 from extproc.lab.replay.routers import Served
-
-FLEETS = Path(__file__).parents[2] / "benchmarks" / "fleets"
+from tests.benchmarks.conftest import FLEETS
 
 
 def two_replicas(*events: dict[str, Any]) -> FleetFile:
@@ -94,3 +93,25 @@ def test_requests_fail_without_any_replica() -> None:
     simulation, served = play(two_replicas(*downs), requests_every(1, 20, output=5))
     assert all(request.traced.at < 10 for request in served)
     assert len(simulation.failed) >= 10
+
+
+EQUAL = {"a": 1.0, "b": 1.0}
+TOGETHER: list[Stay] = [*[("a", 0, 1)] * 4, ("a", 1, 5), ("b", 1, 5)]
+IN_TURN: list[Stay] = [("a", 0, 1), ("b", 1, 2), ("a", 2, 3), ("b", 3, 4)]
+THREE_TO_ONE: list[Stay] = [*[("a", 0, 1)] * 3, ("b", 0, 1)]
+CASES: dict[str, tuple[list[Stay], dict[str, float], float | None]] = {
+    "evenly spread": ([("a", 0, 4), ("b", 0, 4), ("a", 9, 11), ("b", 9, 11)], EQUAL, 1),
+    "moments weighted by requests": (TOGETHER, EQUAL, (2 * 4 + 1 * 8) / 12),
+    "even over time, but at no moment": (IN_TURN, EQUAL, 2),
+    "fast replica with a larger share": (THREE_TO_ONE, {"a": 3.0, "b": 1.0}, 1),
+    "equal replicas with equal shares": (THREE_TO_ONE, EQUAL, 1.5),
+    "replica without requests": ([("a", 0, 1)], {**EQUAL, "c": 2.0}, 4),
+    "no requests": ([], EQUAL, None),
+    "unknown replica": ([("elsewhere", 0, 1)], EQUAL, None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_imbalance_is_the_load_of_the_busiest_replica_for_its_speed(case: str) -> None:
+    stays, speeds, expected = CASES[case]
+    assert imbalance(stays, speeds) == (expected and pytest.approx(expected))
