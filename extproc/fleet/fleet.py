@@ -154,13 +154,11 @@ class Fleet:
     def _set_hardware(self, row: int, state: ReplicaState) -> None:
         """Sets a replica's limits, and its step times: learned ones or else the profile's; first
         tokens correct them until a poll has measured the replica."""
-        before, profile = usual_step(self._replicas, row), profile_or_default(state.profile).step
-        step = state.learned or profile
+        before = usual_step(self._replicas, row)
+        step = state.learned or profile_or_default(state.profile).step
         if row in self._unmeasured:
             step = step.slowed(self._unmeasured[row].slowness(step.usual))
         self._reconciliation.set_hardware(row, state, step)
-        self._replicas.prefill_slowness[row] = step.c_prefill / profile.c_prefill
-        self._replicas.decode_slowness[row] = step.usual / profile.usual
         self._corrections.slowed(row, self._slower(row, before))
 
     def _learn_lengths(self, state: ReplicaState, before: ReplicaState | None) -> None:
@@ -195,14 +193,16 @@ class Fleet:
     def _join(self, state: ReplicaState) -> int:
         """Returns a row for a replica: its former row, where its requests in flight still count, or
         else an unused row."""
-        row = self.members.former_row(state.id)
+        known = (row for row, former in enumerate(self.members.by_row) if former.id == state.id)
+        row = next(known, None)
         if row is None:
             taken = {*self._rows.values(), *self._requests.replica.tolist()}
             row = next((row for row in range(len(self._replicas)) if row not in taken), None)
             if row is None:
                 row = self._replicas.append()
                 self.members.by_row.append(state)
-            self._replicas.write(
+            self._replicas.clear(row)
+            self._replicas.set(
                 row,
                 steps=state.steps,
                 polled_steps=state.steps,
