@@ -83,7 +83,7 @@ class Housekeeping:
             state.id
             for fleet in fleets
             for state in fleet.members
-            if fleet.eligibility.frozen(state.id)
+            if fleet.eligibility.conditions[state.id].frozen
         )
         healthy = sum(state.healthy for state in states)
         metrics.replicas.labels("healthy").set(healthy)
