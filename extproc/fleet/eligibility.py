@@ -207,13 +207,11 @@ class Eligibility:
 
         The set is empty while no member answers polls: the poller itself may be cut off.
         """
-        now, silent, others = self._clock(), set(), False
-        for name, member in self.conditions.items():
-            unanswered_s = member.state.unanswered_s
-            others |= member.state.healthy and not unanswered_s
-            if unanswered_s >= after and member.answered_at < now - unanswered_s:
-                silent.add(name)
-        return silent if others else set()
+        now, members = self._clock(), self.conditions.values()
+        if not any(member.state.healthy and not member.state.unanswered_s for member in members):
+            return set()
+        hung = (member for member in members if member.state.unanswered_s >= after)
+        return {each.state.id for each in hung if each.answered_at < now - each.state.unanswered_s}
 
     def can_serve(self, model: str, among: frozenset[str] | None) -> bool:
         """Returns True if a member that lists the model may get a request for it now; False also if
