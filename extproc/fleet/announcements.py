@@ -1,10 +1,11 @@
 """Announcements to other routers: sent prompts, and owners of responses and sessions."""
 
 import asyncio
+import sys
 from collections import deque
-from math import inf
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from extproc.request.prefix import NO_PREFIX, Keys, Prefix
 
@@ -23,15 +24,9 @@ class SentPrompt(Struct, array_like=True, eq=False):
 
     replica: str  # ``ip:port``
     keys: Keys  # this field and those below: as in :class:`~extproc.request.prefix.Prefix`
-    unit: float
-    tokens: float
+    unit: Annotated[float, Meta(gt=0.0, le=sys.float_info.max)]
+    tokens: Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
     whole: int
-
-    def __post_init__(self) -> None:
-        if not (0.0 < self.unit < inf and 0.0 <= self.tokens < inf):
-            raise ValueError(
-                f"a prompt needs tokens >= 0 and unit > 0, both finite: {self.tokens}, {self.unit}"
-            )
 
 
 class PromptLog:

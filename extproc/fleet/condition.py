@@ -20,9 +20,10 @@ class Condition:
     moved_at: float  # when a figure of its engine last changed
     models: frozenset[str] = field(init=False)  # of ``state``, like ``adapters``
     adapters: frozenset[str] = field(init=False)
-    unmoved_s: float = 0.0  # time since ``moved_at`` at the last scrape that succeeded
     refuted_at: float = inf  # first poll that misses a prefilled prompt sent after ``moved_at``
-    frozen: bool = False  # True: its gauges do not move, and are wrong
+    frozen: bool = False
+    """True: its gauges do not move, and are wrong. They show requests though the replica has none,
+    or they miss a prefilled prompt sent after they last moved."""
     stalled: str = ""  # why the replica counts as stalled; empty: it does not
     new: bool | None = None  # True: slow start; None: not healthy yet
     ended: int = 0  # requests that ended on the replica while it was new
@@ -56,13 +57,11 @@ class Condition:
         if is_scraped := state.scraped_at != before.scraped_at:
             self.scraped_at = polled_at
         if _figures(state) != _figures(before):
-            self.moved_at, self.unmoved_s = now, 0.0
-            self.refuted_at, self.frozen = inf, False
+            self.moved_at, self.refuted_at, self.frozen = now, inf, False
         elif is_scraped:
             # A page without counters counts no prompt, so it proves nothing.
             if prefilled_sent_at - self.moved_at >= _FROZEN_S and state.prompt_tokens:
                 self.refuted_at = min(self.refuted_at, now)
-            self.unmoved_s = polled_at - self.moved_at
             wrong_since = self.moved_at if idle and _has_work(state) else self.refuted_at
             self.frozen = polled_at - wrong_since >= _FROZEN_S
         changes = _facts(state) != _facts(before)
@@ -76,9 +75,10 @@ class Condition:
         ``stale``: no poll of the replica arrived for long, but polls of other replicas did.
         """
         before, self.stalled = self.stalled, ""
+        unmoved_s = self.scraped_at - self.moved_at
         if stale:
             self.stalled = f"no update for {STALE_AFTER_S:.0f} s, while other replicas had updates"
-        elif _has_work(self.state) and not self.frozen and self.unmoved_s > STUCK_S:
+        elif _has_work(self.state) and not self.frozen and unmoved_s > STUCK_S:
             self.stalled = (
                 f"nothing moved in its engine for {STUCK_S:.0f} s, though it has requests"
             )

@@ -1,13 +1,13 @@
 """Digest of a router's requests in flight, which the other routers add to their own load."""
 
 from enum import IntEnum
-from math import isfinite
 
 import msgspec
 import numpy as np
 
 from extproc.ground.address import split_address
 from extproc.predict.inputs import Floats
+from extproc.replica_state import Finite
 
 FIGURES = 10
 (
@@ -52,7 +52,7 @@ class Digest(msgspec.Struct, eq=False, array_like=True):
 
     router: str
     number: int  # grows from one digest of a router to its next
-    sent_at: float  # seconds since the epoch, on the router's clock
+    sent_at: Finite  # seconds since the epoch, on the router's clock
     kind: DigestKind
     replicas: tuple[str, ...]  # ``ip:port``
     figures: Floats  # shape (FIGURES, replicas)
@@ -62,8 +62,6 @@ class Digest(msgspec.Struct, eq=False, array_like=True):
         if self.admin:
             split_address(self.admin)
         self.figures = self.figures.reshape(FIGURES, len(self.replicas))
-        if not isfinite(self.sent_at):
-            raise ValueError("the time of the digest is not finite")
 
 
 NOTHING = np.zeros((FIGURES, 0))  # figures of a digest that names no replica

@@ -104,7 +104,8 @@ class DigestSource:
         on, count = requests.replica, len(replicas)
         joining = np.bincount(on, requests.weight * (requests.steps_before == inf), count)
         generated = np.bincount(on, requests.weight * requests.generated, count)
-        backlog = np.maximum(replicas.enqueued - replicas.prefilled, 0.0)
+        backlog = replicas.enqueued - replicas.prefilled
+        prefilled_in_part = replicas.joining - backlog
         remaining = np.bincount(on, requests.weight * requests.remaining, count)
         decoded, expected = self._corrections.sums(now)
         return np.array(
@@ -112,9 +113,9 @@ class DigestSource:
                 replicas.requests,
                 replicas.queued,
                 joining,
-                backlog,
+                np.maximum(backlog, 0.0),
                 np.maximum(replicas.decoding, 0.0),
-                np.maximum(replicas.held + generated + replicas.prefilling, 0.0),
+                np.maximum(replicas.held + generated + prefilled_in_part, 0.0),
                 remaining,
                 decoded,
                 expected,

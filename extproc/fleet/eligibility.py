@@ -42,7 +42,7 @@ class Eligibility:
         self._clock = clock
         self._names = names
         self._rows = rows
-        self._members: dict[str, Condition] = {}
+        self.conditions: dict[str, Condition] = {}  # of each member
         self._any_measured = False
         self._failed_at = -inf  # last failure of any replica
         self._stalls_checked_at = clock()
@@ -64,9 +64,9 @@ class Eligibility:
         """
         now = self._clock()
         self.staleness.updated(state.id, now)
-        member = self._members.get(state.id)
+        member = self.conditions.get(state.id)
         if member is None:
-            member = self._members[state.id] = Condition(state, now - age, moved_at=now)
+            member = self.conditions[state.id] = Condition(state, now - age, moved_at=now)
             self._changed = True
         else:
             self._changed |= member.polled(state, now - age, now, idle, prefilled_sent_at)
@@ -79,7 +79,7 @@ class Eligibility:
     def sent(self, replica: str, response_visible: bool = True) -> None:
         """Notes a dispatched request. The request is a trial if the replica was ejected and the
         response is visible."""
-        now, member = self._clock(), self._members[replica]
+        now, member = self._clock(), self.conditions[replica]
         if member.stalled or not member.state.healthy:
             member.trial_at, self._changed = now + reasons.TRIAL_S, True
         if response_visible and member.ejection.pending and not member.ejection.active(now):
@@ -99,7 +99,7 @@ class Eligibility:
                 engine makes steps, the replica counts as full for ``FULL_S``, and not as failing.
                 Otherwise several such answers within ``FULL_S`` count as one failure.
         """
-        now, member = self._clock(), self._members.get(replica)
+        now, member = self._clock(), self.conditions.get(replica)
         if member is None or not member.ejection.counts(now):
             return 0.0
         if unavailable and member.steps(now):
@@ -115,7 +115,7 @@ class Eligibility:
     def succeeded(self, replica: str) -> bool:
         """Notes an answer with a status below 500; returns True if that ends an ejection."""
         self.response_seen(replica)
-        member = self._members.get(replica)
+        member = self.conditions.get(replica)
         if member is None or not member.ejection.failures:
             return False
         recovers = member.ejection.pending
@@ -124,19 +124,18 @@ class Eligibility:
 
     def response_seen(self, replica: str) -> None:
         """Notes that the replica sent response headers or a part of a response."""
-        if (member := self._members.get(replica)) is not None:
+        if (member := self.conditions.get(replica)) is not None:
             member.answered_at = self._clock()
             self._changed |= not member.state.healthy
 
     def ended(self, replica: str) -> None:
-        member = self._members.get(replica)
+        member = self.conditions.get(replica)
         if member is not None and member.new:
             member.ended += 1
 
     def forget(self, replica: str) -> None:
-        self._members.pop(replica, None)
+        self.conditions.pop(replica, None)
         self.staleness.forget(replica)
-        self._set_any_new()
         self._changed = True
 
     # -- queries ----------------------------------------------------------------------------
@@ -156,12 +155,13 @@ class Eligibility:
         if self._changed or now >= self._next_end:
             self._changed = False
             self._candidates.clear()
-            ends = (end for member in self._members.values() for end in member.ends())
+            self.any_new = any(member.new for member in self.conditions.values())
+            ends = (end for member in self.conditions.values() for end in member.ends())
             self._next_end = min((end for end in ends if end > now), default=inf)
         key = model, among, response_visible
         found = self._candidates.get(key)
         if found is None:
-            rows = len(self._candidates) * len(self._members)
+            rows = len(self._candidates) * len(self.conditions)
             if rows >= _REMEMBERED_ROWS or len(self._candidates) >= _MOST_REMEMBERED:
                 self._candidates.clear()
             found = self._candidates[key] = self._choose(*key)
@@ -175,7 +175,7 @@ class Eligibility:
         """
         ids, rows = candidates.ids, candidates.rows.tolist()
         why = [
-            self._members[name].slow_start(requests[row])
+            self.conditions[name].slow_start(requests[row])
             for name, row in zip(ids, rows, strict=True)
         ]
         if not any(why) or all(why):
@@ -185,10 +185,8 @@ class Eligibility:
 
     def all_members(self) -> Candidates:
         """Returns all members as candidates; ``excluded`` also lists those that get no requests."""
-        ids = sorted(self._rows, key=self._rows.__getitem__)
-        found = self.exclusions()
-        states = ((self._members[name].state, found[name][1]) for name in ids if name in found)
-        excluded = tuple(Excluded(state.id, state.name or state.id, why) for state, why in states)
+        ids, found = sorted(self._rows, key=self._rows.__getitem__), self.exclusions()
+        excluded = self._of(ids, [found[name][1] if name in found else "" for name in ids]).excluded
         return replace(self._of(ids, [""] * len(ids)), excluded=excluded)
 
     def exclusions(self) -> dict[str, tuple[str, str]]:
@@ -196,7 +194,7 @@ class Eligibility:
         first reason and a text for people. The name is ``stalled`` instead of ``unhealthy`` if the
         member hangs or its machine is gone, but not if it refuses connections."""
         rules, found = self._rules("", False, response_visible=True, trials=False), {}
-        for name, member in self._members.items():
+        for name, member in self.conditions.items():
             texts = ((reason, rule(member)) for reason, rule in rules)
             if first := next((pair for pair in texts if pair[1]), None):
                 reason, text = first
@@ -209,45 +207,34 @@ class Eligibility:
 
         The set is empty while no member answers polls: the poller itself may be cut off.
         """
-        now, silent, others = self._clock(), set(), False
-        for name, member in self._members.items():
-            unanswered_s = member.state.unanswered_s
-            others |= member.state.healthy and not unanswered_s
-            if unanswered_s >= after and member.answered_at < now - unanswered_s:
-                silent.add(name)
-        return silent if others else set()
-
-    def scraped_at(self, replica: str) -> float:
-        """Returns when a member last answered a scrape, in seconds on the clock."""
-        return self._members[replica].scraped_at
+        now, members = self._clock(), self.conditions.values()
+        if not any(member.state.healthy and not member.state.unanswered_s for member in members):
+            return set()
+        hung = (member for member in members if member.state.unanswered_s >= after)
+        return {each.state.id for each in hung if each.answered_at < now - each.state.unanswered_s}
 
     def can_serve(self, model: str, among: frozenset[str] | None) -> bool:
         """Returns True if a member that lists the model may get a request for it now; False also if
         no member lists the model. ``among``: members to choose from; None: all."""
         usable = self.candidates(model, among).ids
-        return any(self._serves(model, self._members[name]) for name in usable)
+        return any(self._serves(model, self.conditions[name]) for name in usable)
 
     def adapter(self, replica: str, model: str) -> str:
         """Returns the model's name on a member if the model is a LoRA adapter there, else ""."""
-        member = self._members[replica]
+        member = self.conditions[replica]
         name = self._names.known(model, member.models) or ""
         return name if name in member.adapters else ""
 
     def is_up(self, replica: str) -> bool:
         """Returns True if a member is healthy and not ejected; it may be draining."""
-        member = self._members.get(replica)
+        member = self.conditions.get(replica)
         now = self._clock()
         return member is not None and not (member.unhealthy(now) or member.ejection.active(now))
-
-    def frozen(self, replica: str) -> bool:
-        """Returns True if a replica's gauges do not move, and are wrong: they show requests though
-        the replica has none, or they miss a prefilled prompt sent after they last moved."""
-        return self._members[replica].frozen
 
     def progresses(self, replica: str, within: float) -> bool:
         """Returns True if the replica's engine runs requests and made progress in the last
         ``within`` seconds."""
-        member = self._members.get(replica)
+        member = self.conditions.get(replica)
         return member is not None and member.steps(self._clock(), within)
 
     @property
@@ -257,7 +244,7 @@ class Eligibility:
         now = self._clock()
         return now - self._failed_at < _SUSPECT_S and any(
             now - member.ejection.failed_at < _SUSPECT_S and not member.ejection.active(now)
-            for member in self._members.values()
+            for member in self.conditions.values()
         )
 
     # -- the rules --------------------------------------------------------------------------
@@ -266,9 +253,9 @@ class Eligibility:
         self, model: str, among: frozenset[str] | None, response_visible: bool
     ) -> Candidates:
         members = self._rows if among is None else self._rows.keys() & among
-        usable, excluded = [self._members[name] for name in members], dict[str, str]()
-        serving = [self._serves(model, member) for member in self._members.values()]
-        all_listed = all(member.state.listed for member in self._members.values())
+        usable, excluded = [self.conditions[name] for name in members], dict[str, str]()
+        serving = [self._serves(model, member) for member in self.conditions.values()]
+        all_listed = all(member.state.listed for member in self.conditions.values())
         for reason, rule in self._rules(model, any(serving), response_visible):
             rejected = {member.state.id: why for member in usable if (why := rule(member))}
             if reason.covers_all or len(rejected) < len(usable):
@@ -282,7 +269,7 @@ class Eligibility:
             unknown=bool(serving) and all_listed and not any(serving),
             only_some=any(serving) and not all(serving),
             everywhere=frozenset(self._names.served(model)).intersection(
-                *(member.models for member in self._members.values())
+                *(member.models for member in self.conditions.values())
             ),
         )
 
@@ -293,12 +280,12 @@ class Eligibility:
         found = [
             member
             for name in members
-            if (member := self._members[name]).may_be_tried(now) and self._serves(model, member)
+            if (member := self.conditions[name]).may_be_tried(now) and self._serves(model, member)
         ]
         return min(found, key=lambda member: member.trial_at).state.id if found else None
 
     def _of(self, ids: Iterable[str], texts: Iterable[str], model: str = "") -> Candidates:
-        found = [(self._members[name].state, why) for name, why in zip(ids, texts, strict=True)]
+        found = [(self.conditions[name].state, why) for name, why in zip(ids, texts, strict=True)]
         usable = [state for state, why in found if not why]
         ids = [state.id for state in usable]
         adapters = [self.adapter(name, model) for name in ids] if model else []
@@ -307,7 +294,7 @@ class Eligibility:
             ids,
             [state.name or state.id for state in usable],
             [profile_or_default(state.profile).name for state in usable],
-            [self._names.named(model, self._members[name].models) for name in ids],
+            [self._names.named(model, self.conditions[name].models) for name in ids],
             adapters if any(adapters) else (),
             tuple(Excluded(state.id, state.name or state.id, why) for state, why in found if why),
         )
@@ -340,13 +327,12 @@ class Eligibility:
         return self._names.known(model, member.models) is not None
 
     def _may_eject(self) -> bool:
-        """Returns True if one more member may be ejected."""
-        ejected = sum(member.ejection.pending for member in self._members.values())
-        return ejected + 1 <= max(len(self._members) * _MAX_EJECTED, 1.0)
+        ejected = sum(member.ejection.pending for member in self.conditions.values())
+        return ejected + 1 <= max(len(self.conditions) * _MAX_EJECTED, 1.0)
 
     def _check_stalls(self, now: float) -> None:
         stale = set(self.staleness.stale(STALE_AFTER_S))
-        for name, member in self._members.items():
+        for name, member in self.conditions.items():
             self._changed |= member.check_stall(name in stale, now)
 
     def _set_new(self, member: Condition) -> None:
@@ -357,8 +343,4 @@ class Eligibility:
             self._any_measured, member.new = True, False
         elif member.state.healthy and member.new is None:
             member.new = self._any_measured
-        if member.new != was_new:
-            self._set_any_new()
-
-    def _set_any_new(self) -> None:
-        self.any_new = any(member.new for member in self._members.values())
+        self._changed |= member.new != was_new

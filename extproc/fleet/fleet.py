@@ -36,7 +36,7 @@ from extproc.predict.inputs import (
     usual_step,
 )
 from extproc.predict.lengths import OutputLengths
-from extproc.predict.provisional import ProvisionalSpeeds
+from extproc.predict.provisional import ProvisionalSpeed
 from extproc.predict.step import profile_or_default
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import NO_PREFIX, Prefix
@@ -85,8 +85,8 @@ class Fleet:
         self._prefixes = PrefixIndex()
         self._corrections = Corrections(clock())
         self.first_tokens = FirstTokens()
-        self._provisional = ProvisionalSpeeds()
-        self._unmeasured: set[int] = set()  # rows of replicas that no poll has measured
+        self._unmeasured: dict[int, ProvisionalSpeed] = {}
+        """Row of each replica that no poll has measured → its speed until then."""
         self._progress = Progress(replicas, requests, self.peers, lengths, clock())
         self._ledger = Ledger(replicas, requests, self._progress, lengths)
         self.adapters = AdapterSlots(replicas, rows, self._ledger, lengths)
@@ -131,12 +131,10 @@ class Fleet:
         is_older = fell and 0.0 < started_at == state.started_at  # a late poll by another poller
         ignored = frozen or is_repeated or is_older or not state.healthy or state.unanswered_s > 0.0
         restarted = not ignored and (fell or started_at not in (0.0, state.started_at))
-        if state.measured or restarted:
-            self._provisional.clear(row)
         if state.measured:
-            self._unmeasured.discard(row)
+            self._unmeasured.pop(row, None)
         elif restarted or before is None:
-            self._unmeasured.add(row)
+            self._unmeasured[row] = ProvisionalSpeed()
         self._set_hardware(row, state)
         self._replicas.reports[row] = state.kv_tokens > 0 and state.measured
         if frozen:
@@ -156,13 +154,11 @@ class Fleet:
     def _set_hardware(self, row: int, state: ReplicaState) -> None:
         """Sets a replica's limits, and its step times: learned ones or else the profile's; first
         tokens correct them until a poll has measured the replica."""
-        before, profile = usual_step(self._replicas, row), profile_or_default(state.profile).step
-        step = state.learned or profile
+        before = usual_step(self._replicas, row)
+        step = state.learned or profile_or_default(state.profile).step
         if row in self._unmeasured:
-            step = step.slowed(self._provisional.slowness(row, step.usual))
+            step = step.slowed(self._unmeasured[row].slowness(step.usual))
         self._reconciliation.set_hardware(row, state, step)
-        self._replicas.prefill_slowness[row] = step.c_prefill / profile.c_prefill
-        self._replicas.decode_slowness[row] = step.usual / profile.usual
         self._corrections.slowed(row, self._slower(row, before))
 
     def _learn_lengths(self, state: ReplicaState, before: ReplicaState | None) -> None:
@@ -178,7 +174,7 @@ class Fleet:
         self.members.models_removed(self.members.models_on(replica), self._clock())
         row = self._rows.pop(replica, None)
         if row is not None:
-            self._unmeasured.discard(row)
+            self._unmeasured.pop(row, None)
         self.eligibility.forget(replica)
         self.blocks.forget(replica)
 
@@ -197,14 +193,16 @@ class Fleet:
     def _join(self, state: ReplicaState) -> int:
         """Returns a row for a replica: its former row, where its requests in flight still count, or
         else an unused row."""
-        row = self.members.former_row(state.id)
+        known = (row for row, former in enumerate(self.members.by_row) if former.id == state.id)
+        row = next(known, None)
         if row is None:
             taken = {*self._rows.values(), *self._requests.replica.tolist()}
             row = next((row for row in range(len(self._replicas)) if row not in taken), None)
             if row is None:
                 row = self._replicas.append()
                 self.members.by_row.append(state)
-            self._replicas.write(
+            self._replicas.clear(row)
+            self._replicas.set(
                 row,
                 steps=state.steps,
                 polled_steps=state.steps,
@@ -216,7 +214,6 @@ class Fleet:
             for part in (self.peers, self._prefixes, self.adapters):
                 part.clear(row)
         self._corrections.clear(row)
-        self._provisional.clear(row)
         self._rows[state.id] = row
         return row
 
@@ -288,7 +285,7 @@ class Fleet:
     def needs_first_token(self, replica: str) -> bool:
         """True if no poll has measured the replica, and more first tokens would tell its speed."""
         row = self._rows.get(replica)
-        return row is not None and row in self._unmeasured and self._provisional.wanted(row)
+        return row in self._unmeasured and self._unmeasured[row].wanted
 
     def learn_first_token(self, replica: str, usual_steps: float, seconds: float) -> None:
         """Learns the speed of a replica from a first token, unless a poll has measured the speed.
@@ -300,7 +297,7 @@ class Fleet:
         """
         if self.needs_first_token(replica):
             row = self._rows[replica]
-            self._provisional.observe(row, usual_steps, seconds)
+            self._unmeasured[row].observe(usual_steps, seconds)
             self._set_hardware(row, self.members.by_row[row])
 
     def release(self, ticket: Ticket, prefilled: bool = True) -> Generated:

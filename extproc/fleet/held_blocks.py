@@ -85,7 +85,11 @@ class HeldBlocks:
 
     def apply(self, replica: str, update: BlockUpdate) -> Iterator[None]:
         """Applies an update that :meth:`follows`, in steps between which the event loop may run."""
-        blocks = self._replica(replica)
+        blocks = self._replicas.get(replica)
+        if blocks is None:
+            taken = {other.bit for other in self._replicas.values()}
+            bit = next(bit for bit in range(len(taken) + 1) if bit not in taken)
+            blocks = self._replicas[replica] = _ReplicaBlocks(bit)
         for _ in self._steps(blocks, update):
             yield
             if self._replicas.get(replica) is not blocks:  # forgotten meanwhile
@@ -195,14 +199,6 @@ class HeldBlocks:
             end += len([*same])
             runs.append((all_before, end))
         return runs
-
-    def _replica(self, name: str) -> _ReplicaBlocks:
-        blocks = self._replicas.get(name)
-        if blocks is None:
-            taken = {other.bit for other in self._replicas.values()}
-            bit = next(bit for bit in range(len(taken) + 1) if bit not in taken)
-            blocks = self._replicas[name] = _ReplicaBlocks(bit)
-        return blocks
 
     def _is_known(self, blocks: _ReplicaBlocks) -> bool:
         return self._clock() <= blocks.known_until

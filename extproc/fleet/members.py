@@ -80,10 +80,6 @@ class Members:
         row = self.rows.get(replica)
         return None if row is None else self.by_row[row]
 
-    def former_row(self, replica: str) -> int | None:
-        """Returns the row that a departed replica had, if no other replica uses the row by now."""
-        return next((row for row, state in enumerate(self.by_row) if state.id == replica), None)
-
     @property
     def only_model(self) -> str | None:
         """First model in the list that members share; None: their lists differ, or no member has a

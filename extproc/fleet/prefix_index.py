@@ -60,7 +60,7 @@ class PrefixHits(Struct, eq=False):
     """Tokens of a prompt that each candidate should have in its prefix cache."""
 
     expected: Floats  # reported by the candidate, or estimated from the prompts sent to it
-    cached: Floats  # reported tokens, or estimated tokens × trust in the index, see _Trust
+    cached: Floats  # reported tokens, or estimated tokens × trust, see _Cache.trust
     estimated: NDArray[np.bool_]  # False: the replica reported the tokens itself
 
 
@@ -75,6 +75,8 @@ class _Cache:
     reported: float = 0.0  # part of ``sent``: prompts whose responses reported their hits
     expected: float = 0.0  # part of ``sent``: tokens that were expected to be cached
     before: ReplicaState | None = None  # the replica's counters at the last comparison
+    hit: float = _PRIOR_TOKENS  # tokens that the replica reported as cached; older ones weigh less
+    expected_to_hit: float = _PRIOR_TOKENS  # tokens that were expected instead
 
     def fit(self, prefix: Prefix, tokens: float) -> None:
         """Sets the capacity, in keys, from the ``tokens`` of the KV cache and the mean tokens of a
@@ -83,47 +85,29 @@ class _Cache:
         self.unit += (prefix.unit - self.unit) * keys / (keys + min(self.entered, self.capacity))
         self.capacity = max(int(tokens / self.unit), 1)
 
+    def trust(self, expected: float, reported: float) -> float:
+        """Compares expected with reported cached tokens. Returns the factor by which the replica's
+        expected hits are multiplied from now on: ``min(1, 5·reported / expected)``, with decaying
+        sums that start at ``_PRIOR_TOKENS``.
+
+        A replica that reports almost no hits loses trust, because its cache is probably off. A
+        replica that reports a fifth of the expected hits probably has a cache that is too small.
+        Such a replica keeps full trust: with less trust its conversations would move to other
+        replicas, and displace the conversations in those caches. ``docs/results.md`` compares this
+        with ``reported / expected``.
+        """
+        if expected > 0.0:
+            older = 1.0 + expected / _MEMORY_TOKENS
+            self.hit = self.hit / older + min(reported, _MAX_SHARE * expected)
+            self.expected_to_hit = self.expected_to_hit / older + expected
+        return min(_FULL_TRUST * self.hit / self.expected_to_hit, 1.0)
+
 
 @lru_cache
 def _nothing(candidates: int) -> PrefixHits:
     none, estimated = np.zeros(candidates), np.ones(candidates, np.bool_)
     none.flags.writeable = estimated.flags.writeable = False
     return PrefixHits(none, none, estimated)
-
-
-class _Trust:
-    """Factor by which the expected hits of each replica are multiplied, by row:
-    ``min(1, 5·reported / expected)``, with decaying sums that start at ``_PRIOR_TOKENS``.
-
-    A replica that reports almost no hits loses trust, because its cache is probably off. A replica
-    that reports a fifth of the expected hits probably has a cache that is too small. Such a replica
-    keeps full trust: with less trust its conversations would move to other replicas, and displace
-    the conversations in those caches. ``docs/results.md`` compares this with
-    ``reported / expected``.
-    """
-
-    def __init__(self) -> None:
-        self._sums = np.zeros((2, 0))  # reported and expected tokens, by row
-        self.of_row = np.zeros(0)
-
-    def reset(self, row: int) -> None:
-        """Assumes that all expected tokens are in the cache, until the replica in the row reports
-        fewer."""
-        missing = row + 1 - len(self.of_row)
-        if missing > 0:
-            self._sums = np.pad(self._sums, ((0, 0), (0, missing)))
-            self.of_row = np.pad(self.of_row, (0, missing))
-        self._sums[:, row] = _PRIOR_TOKENS
-        self.of_row[row] = 1.0
-
-    def observe(self, row: int, expected: float, reported: float) -> None:
-        """Updates a replica's factor from its expected and reported cached tokens."""
-        if expected <= 0.0:
-            return
-        sums = self._sums[:, row]
-        sums /= 1.0 + expected / _MEMORY_TOKENS
-        sums += min(reported, _MAX_SHARE * expected), expected
-        self.of_row[row] = min(_FULL_TRUST * sums[0] / sums[1], 1.0)
 
 
 class PrefixIndex:
@@ -139,7 +123,7 @@ class PrefixIndex:
         self._bitmaps = ReplicaBitmaps()  # a bit for each row
         self._caches: list[_Cache] = []
         self._blocks = np.ones(0)  # by row: tokens in a block; only whole blocks can be hits
-        self._trust = _Trust()
+        self._trust = np.ones(0)  # by row, see _Cache.trust
         self._rows = b""  # rows of the last look-up, as bytes
         self._places: dict[int, Indices] = {}
         """Bitmap of replicas → their indices among the rows of the last look-up."""
@@ -149,9 +133,10 @@ class PrefixIndex:
         if row == len(self._caches):
             self._caches.append(_Cache())
             self._blocks = np.append(self._blocks, 1.0)
+            self._trust = np.append(self._trust, 1.0)
         self._bitmaps.drop(self._caches[row].recent, row)
         self._caches[row] = _Cache()
-        self._trust.reset(row)
+        self._trust[row] = 1.0
 
     def enter(self, row: int, prefix: Prefix, capacity: float) -> None:
         """Adds a prompt sent to the replica of ``row``; ``capacity``: tokens in the KV cache."""
@@ -194,7 +179,7 @@ class PrefixIndex:
         blocks = self._blocks[rows]
         expected = expected // blocks * blocks
         estimated = _nothing(len(rows)).estimated
-        return PrefixHits(expected, expected * self._trust.of_row[rows], estimated)
+        return PrefixHits(expected, expected * self._trust[rows], estimated)
 
     def tokens(self, row: int) -> float:
         cache = self._caches[row]
@@ -210,8 +195,9 @@ class PrefixIndex:
 
     def reported(self, row: int, expected: float, prompt: float, tokens: float) -> None:
         """Updates the trust in a replica from a response that reports ``tokens`` cached tokens."""
-        self._caches[row].reported += prompt
-        self._trust.observe(row, expected, tokens)
+        cache = self._caches[row]
+        cache.reported += prompt
+        self._trust[row] = cache.trust(expected, tokens)
 
     def polled(self, row: int, state: ReplicaState) -> None:
         """Updates the trust in a replica from its counters, if most responses report no hits."""
@@ -223,7 +209,7 @@ class PrefixIndex:
             return
         if cache.reported < cache.sent / 2:
             hits = (state.cached_tokens - before.cached_tokens) / prompts
-            self._trust.observe(row, cache.expected, hits * cache.sent)
+            self._trust[row] = cache.trust(cache.expected, hits * cache.sent)
         cache.before, cache.sent, cache.reported = state, 0.0, 0.0
         cache.expected = 0.0
 

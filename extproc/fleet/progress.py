@@ -37,7 +37,7 @@ class Progress:
         self._peers = peers
         self._lengths = lengths
         self._as_of = now
-        self._refreshed_at = now
+        self.refreshed_at = now  # time of the last refresh, in seconds on the clock
         self._changed = False
         self._looked_ahead = True
 
@@ -80,7 +80,7 @@ class Progress:
             self._as_of = now
             self._move(elapsed)
             self._changed = True
-            if now - self._refreshed_at > _LONGEST_UNREFRESHED:
+            if now - self.refreshed_at > _LONGEST_UNREFRESHED:
                 self.refresh()
 
     def corrected(self, row: int, own: Indices) -> None:
@@ -110,14 +110,9 @@ class Progress:
         if self._changed:
             self._changed = False
             self._looked_ahead = False
-            self._refreshed_at = self._as_of
+            self.refreshed_at = self._as_of
             self._start_decoding()
             self._sum_up()
-
-    @property
-    def refreshed_at(self) -> float:
-        """Time of the last refresh, in seconds on the clock."""
-        return self._refreshed_at
 
     def look_ahead(self) -> None:
         """Computes the expected remaining output of all requests, as of the last refresh."""
@@ -190,22 +185,20 @@ class Progress:
         return bool(len(started))
 
     def _start(self, rows: Indices) -> None:
-        requests, replicas = self._requests, self._replicas
+        replicas, requests = self._replicas, self._requests
         for row in rows.tolist():
-            on, weight = requests.replica.item(row), requests.weight.item(row)
-            replicas.queued[on] -= 1.0
-            replicas.joining[on] -= requests.prompt.item(row)
-            replicas.decoding[on] += weight
-            replicas.held[on] += weight * requests.each.item(row)
-            requests.steps_before[row] = replicas.steps.item(on) - 1.0
+            count(replicas, requests, row, -1)
+            requests.steps_before[row] = replicas.steps.item(requests.replica.item(row)) - 1.0
             requests.began_at[row] = self._as_of
+            count(replicas, requests, row, 1)
 
     def _requeue(self, rows: Indices) -> None:
+        replicas, requests = self._replicas, self._requests
         for row in rows.tolist():
-            count(self._replicas, self._requests, row, -1)
-            self._requests.steps_before[row] = inf
-            self._requests.until[row] = 0.0
-            count(self._replicas, self._requests, row, 1)
+            count(replicas, requests, row, -1)
+            requests.steps_before[row] = inf
+            requests.until[row] = 0.0
+            count(replicas, requests, row, 1)
 
     def _set_generated(self, rows: Indices | slice) -> Floats:
         """Sets and returns the generated tokens, from the replica's steps since the first token."""

@@ -14,7 +14,6 @@ from extproc.predict.inputs import Columns, Floats, Indices
 _FIRST_CAPACITY = 16
 _LENGTHS_REMEMBERED = 64
 
-COSTS = ("c0", "c_prefill", "c_batch", "c_kv")  # coefficients of the step-time model
 UNBOUNDED_TOKENS = 131_072.0  # output bound of a sequence that only polls report
 
 
@@ -59,9 +58,12 @@ class Table:
         self._indices[:, row] = figures[floats:] or 0
         return row
 
-    def write(self, row: int, **values: float) -> None:
+    def clear(self, row: int) -> None:
         self._floats[:, row] = 0.0
         self._indices[:, row] = 0
+
+    def set(self, row: int, **values: float) -> None:
+        """Sets these columns of a row."""
         columns = self.__dict__
         for name, value in values.items():
             columns[name][row] = value
@@ -135,11 +137,6 @@ class Replicas(Columns, Table):
     peers_decoded: Floats
     peers_expected: Floats
     peers_parts: Floats
-
-    @property
-    def prefilling(self) -> Floats:
-        """KV tokens of this router's prompts that are prefilled in part."""
-        return self.joining - (self.enqueued - self.prefilled)
 
     @property
     def peers(self) -> Floats:

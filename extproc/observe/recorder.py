@@ -22,7 +22,6 @@ from msgspec.json import Encoder
 
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.tables import COSTS
 from extproc.ground.address import split_address
 from extproc.ground.clock import Clock
 from extproc.ground.outage_log import OutageLog
@@ -253,7 +252,8 @@ def _fields_of(profile: RequestProfile) -> dict[str, Any]:
 
 
 def _line_of(now: float, state: ReplicaState, view: FleetView, place: int) -> ReplicaLine:
-    step = StepModel(*(getattr(view, name).item(place) for name in COSTS))
+    costs = view.c0, view.c_prefill, view.c_batch, view.c_kv
+    step = StepModel(*(cost.item(place) for cost in costs))
     recorded = structs.replace(
         state, learned=step, output_lengths=(), scrape_seconds=0.0, life_s=0.0, kv_update=None
     )

@@ -99,8 +99,10 @@ def predict(
         avoidable = (uncached - least(uncached)) * (view.c_prefill * (view.batch + 1.0))
     wait = admission(view, sequences, own, uncached)
     _exclude_too_small(view, profile.longest_prompt, wait)
-    outside_steps = _outside_steps(view, prompt)
-    prefill = _prefill(view, prompt, uncached) + outside_steps
+    each_step, request, token = view.outside_steps
+    outside_steps = each_step * view.decode_step + (request + token * prompt)
+    fewest = 0.0 if prompt else 1.0  # steps
+    prefill = _prefill_s(view, view.backlog + uncached, fewest) + outside_steps
     decode, slower, growth = _decode(view, sequences, own, prompt, out)
     ttft = wait + prefill
     completion = ttft + decode
@@ -142,23 +144,13 @@ def _exclude_too_small(view: FleetView, prompt: float, wait: Floats) -> None:
 
 def backlog_s(view: FleetView) -> Floats:
     """Seconds until the backlog of each candidate is prefilled."""
-    return _prefill_steps(view, view.backlog, np.ceil(view.backlog / view.token_budget))
+    return _prefill_s(view, view.backlog)
 
 
-def _prefill(view: FleetView, prompt: float, uncached: Floats | float) -> Floats:
-    queue = view.backlog + uncached
-    steps = np.ceil(queue / view.token_budget)
-    if not prompt:
-        steps = np.maximum(steps, 1.0)
-    return _prefill_steps(view, queue, steps)
-
-
-def _outside_steps(view: FleetView, prompt: float) -> Floats:
-    each_step, request, token = view.outside_steps
-    return each_step * view.decode_step + (request + token * prompt)
-
-
-def _prefill_steps(view: FleetView, tokens: Floats, steps: Floats) -> Floats:
+def _prefill_s(view: FleetView, tokens: Floats, fewest_steps: float = 0.0) -> Floats:
+    steps = np.ceil(tokens / view.token_budget)
+    if fewest_steps:
+        steps = np.maximum(steps, fewest_steps)
     seconds: Floats = tokens * view.c_prefill + steps * view.decode_step
     return seconds
 

@@ -100,7 +100,7 @@ class Estimator:
         self._polled_at = counts.at
         self._forget(elapsed, idle=counts.in_flight == 0)
         stretches = [
-            self._bounded(work, fleet) if _warms_up(counts) else work
+            self._bounded(work, fleet) if 0.0 < counts.steps < _WARM_UP_STEPS else work
             for work in self._windows.poll(counts)
         ]
         if any(self._expected(work, _SAME) > _WRONG_COUNTER * work.seconds for work in stretches):
@@ -204,11 +204,6 @@ def _slowness(evidence: Floats) -> float:
     """Slowness g of the replica: actual seconds of its work ÷ seconds expected by its profile."""
     *expected, actual = map(float, evidence.sum(axis=0))
     return max(actual / sum(expected), 1.0 / _WRONG_COUNTER)
-
-
-def _warms_up(counts: EngineCounts) -> bool:
-    """True during the engine's first steps, which are slower than later ones."""
-    return 0.0 < counts.steps < _WARM_UP_STEPS
 
 
 def coefficients(model: StepModel) -> Terms:

@@ -86,7 +86,7 @@ class Housekeeping:
                 (state.id,)
                 for fleet in fleets
                 for state in fleet.members
-                if fleet.eligibility.frozen(state.id)
+                if fleet.eligibility.conditions[state.id].frozen
             ),
         )
         healthy = sum(state.healthy for state in states)

@@ -50,7 +50,7 @@ class LoadedReplica:
 
     @property
     def frozen(self) -> bool:
-        return self.fleet.eligibility.frozen(replica(1))
+        return self.fleet.eligibility.conditions[replica(1)].frozen
 
     @property
     def busy(self) -> bool:

@@ -137,7 +137,7 @@ async def test_only_an_answer_of_the_replica_refutes_its_gauges(
     for _ in range(2):
         clock.advance(3.0)
         put_replicas(services, **figures)
-    assert services.fleet.eligibility.frozen(first) == refutes
+    assert services.fleet.eligibility.conditions[first].frozen == refutes
 
 
 async def test_unanswered_request_counts_as_demand(envoy: EnvoySide, services: Services) -> None:

@@ -40,7 +40,7 @@ def replica_table(
     problems = [*map(partial(_problem, pool), ids, reasons)]
     by_profile = [not state.measured for state in states]
     estimated = [fleet.blocks.count(replica) is None for replica in ids]
-    ages = [round(now - fleet.eligibility.scraped_at(replica), 1) for replica in ids]
+    ages = [round(now - fleet.eligibility.conditions[replica].scraped_at, 1) for replica in ids]
     total = dispatched.total()
     enough = total >= _LEAST_SHARED
     shares = [round(dispatched[name, replica] / total, 3) if enough else None for replica in ids]
@@ -106,6 +106,6 @@ def _problem(pool: ObservedPool, replica: str, reason: str) -> str:
         return f"since {excluded}" if reason == "draining" else f"{reason} (since {excluded})"
     if reason:
         return "" if reason == "draining" else reason
-    if pool.fleet.eligibility.frozen(replica):
+    if pool.fleet.eligibility.conditions[replica].frozen:
         return f"gauges ignored: they do not move ({since(pool, FROZEN, [replica])})"
     return ""

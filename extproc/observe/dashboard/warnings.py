@@ -209,7 +209,9 @@ def _not_followed(pool: ObservedPool) -> Iterator[str]:
 
 def _frozen(pool: ObservedPool, view: FleetView) -> Iterator[str]:
     ids = zip(view.ids, view.names, strict=True)
-    frozen = {replica: name for replica, name in ids if pool.fleet.eligibility.frozen(replica)}
+    frozen = {
+        replica: name for replica, name in ids if pool.fleet.eligibility.conditions[replica].frozen
+    }
     if frozen:
         yield (
             f"{_listed([*frozen.values()])} showing gauges that do not move "
