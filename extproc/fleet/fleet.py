@@ -201,8 +201,7 @@ class Fleet:
             if row is None:
                 row = self._replicas.append()
                 self.members.by_row.append(state)
-            self._replicas.clear(row)
-            self._replicas.set(
+            self._replicas.write(
                 row,
                 steps=state.steps,
                 polled_steps=state.steps,

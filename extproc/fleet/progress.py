@@ -185,20 +185,22 @@ class Progress:
         return bool(len(started))
 
     def _start(self, rows: Indices) -> None:
-        replicas, requests = self._replicas, self._requests
+        requests, replicas = self._requests, self._replicas
         for row in rows.tolist():
-            count(replicas, requests, row, -1)
-            requests.steps_before[row] = replicas.steps.item(requests.replica.item(row)) - 1.0
+            on, weight = requests.replica.item(row), requests.weight.item(row)
+            replicas.queued[on] -= 1.0
+            replicas.joining[on] -= requests.prompt.item(row)
+            replicas.decoding[on] += weight
+            replicas.held[on] += weight * requests.each.item(row)
+            requests.steps_before[row] = replicas.steps.item(on) - 1.0
             requests.began_at[row] = self._as_of
-            count(replicas, requests, row, 1)
 
     def _requeue(self, rows: Indices) -> None:
-        replicas, requests = self._replicas, self._requests
         for row in rows.tolist():
-            count(replicas, requests, row, -1)
-            requests.steps_before[row] = inf
-            requests.until[row] = 0.0
-            count(replicas, requests, row, 1)
+            count(self._replicas, self._requests, row, -1)
+            self._requests.steps_before[row] = inf
+            self._requests.until[row] = 0.0
+            count(self._replicas, self._requests, row, 1)
 
     def _set_generated(self, rows: Indices | slice) -> Floats:
         """Sets and returns the generated tokens, from the replica's steps since the first token."""

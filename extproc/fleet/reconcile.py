@@ -29,25 +29,24 @@ class Reconciliation:
     def set_hardware(self, row: int, state: ReplicaState, step: StepModel) -> None:
         """Sets a replica's step times to ``step``; its limits come from its state or profile."""
         replicas, profile = self._replicas, profile_or_default(state.profile)
+        replicas.c0[row] = max(step.c0, _SHORTEST_STEP)
+        replicas.c_prefill[row] = step.c_prefill
+        replicas.c_batch[row] = step.c_batch
+        replicas.c_kv[row] = step.c_kv
+        replicas.prefill_slowness[row] = step.c_prefill / profile.step.c_prefill
+        replicas.decode_slowness[row] = step.usual / profile.step.usual
+        if not replicas.decode_step[row]:  # a replica that just joined
+            replicas.decode_step[row] = replicas.c0[row]
         # A profile's limits are those of one engine, and a prompt has to fit into one engine.
-        engines, c0 = max(state.engines, 1), max(step.c0, _SHORTEST_STEP)
+        engines = max(state.engines, 1)
         capacity = float(state.kv_tokens or profile.kv_tokens * engines)
-        replicas.set(
-            row,
-            c0=c0,
-            c_prefill=step.c_prefill,
-            c_batch=step.c_batch,
-            c_kv=step.c_kv,
-            decode_step=replicas.decode_step.item(row) or c0,  # 0: the replica just joined
-            kv_capacity=capacity,
-            by_priority=state.by_priority,
-            token_budget=profile.token_budget * engines,
-            longest_prompt=min(state.max_model_len or inf, capacity / engines),
-            max_num_seqs=state.max_num_seqs or max(profile.max_num_seqs * engines, state.running),
-            tokens_per_step=state.tokens_per_step,
-            prefill_slowness=step.c_prefill / profile.step.c_prefill,
-            decode_slowness=step.usual / profile.step.usual,
-        )
+        replicas.kv_capacity[row] = capacity
+        replicas.by_priority[row] = state.by_priority
+        replicas.token_budget[row] = profile.token_budget * engines
+        replicas.longest_prompt[row] = min(state.max_model_len or inf, capacity / engines)
+        limit = state.max_num_seqs or max(profile.max_num_seqs * engines, state.running)
+        replicas.max_num_seqs[row] = limit
+        replicas.tokens_per_step[row] = state.tokens_per_step
 
     def restarted(self, row: int, steps: float) -> None:
         """Begins a replica's counts anew: its process restarted, and has made ``steps`` steps."""

@@ -58,12 +58,9 @@ class Table:
         self._indices[:, row] = figures[floats:] or 0
         return row
 
-    def clear(self, row: int) -> None:
+    def write(self, row: int, **values: float) -> None:
         self._floats[:, row] = 0.0
         self._indices[:, row] = 0
-
-    def set(self, row: int, **values: float) -> None:
-        """Sets these columns of a row."""
         columns = self.__dict__
         for name, value in values.items():
             columns[name][row] = value

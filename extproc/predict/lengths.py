@@ -169,7 +169,10 @@ class OutputLengths:
             rows = self._rows_to_learn([(model,)])
             weight = min(total, _MOST_COUNTED)
             seen = np.array(requests) * (weight / total) @ _spread(edges)
-            self._sums[:, rows] = self._sums[:, rows] * _DECAY**weight + seen[:, None]
+            for row in rows:
+                sums = self._sums[:, row]
+                sums *= _DECAY**weight
+                sums += seen
 
     def _rows_to_learn(self, kinds: Sequence[_Kind]) -> list[int]:
         """Rows that learn from a request of these kinds. A new row starts as a copy of the row of
