@@ -159,8 +159,10 @@ class FleetPrior:
     A replica's slowness is the factor by which it is slower than its profile. All replicas of the
     poller may be equally slow, for example if no profile is configured and the default is wrong. So
     p is the median slowness, which no outlier changes, times the proportions of the coefficients of
-    measured replicas. Of two middle values the one nearer to 1 is the median. Replicas not measured
-    yet count with slowness 1: fast replicas are measured first, and would make all look fast.
+    measured replicas. Replicas not measured yet count with slowness 1, because fast replicas are
+    measured first and would make all look fast. If three or more are measured and their median
+    exceeds 1, the others count with this median: otherwise they would look fast and get too many
+    requests.
     """
 
     def __init__(self) -> None:
@@ -187,9 +189,8 @@ class FleetPrior:
         if not measured:
             return PROFILE_PRIOR
         slowness = [_slowness(evidence) for evidence in measured]
-        of_all = slowness + [1.0] * (len(self._evidence) - len(measured))
-        middle = median_low(of_all), median_high(of_all)
-        median = min(middle, key=lambda g: abs(log(g)))
+        assumed = max(_median(slowness), 1.0) if len(measured) > 2 else 1.0
+        median = _median(slowness + [assumed] * (len(self._evidence) - len(measured)))
         # Evidence scaled to slowness 1, so that only proportions remain.
         scaled = [
             evidence * ([g**2] * 4 + [g]) for evidence, g in zip(measured, slowness, strict=True)
@@ -198,6 +199,11 @@ class FleetPrior:
         spread = mean(log(g / median) ** 2 for g in slowness)
         weight = _NOISE / (spread + _EVEN) if len(slowness) > 2 else _SMALL_FLEET
         return Prior(tuple(median * proportion for proportion in self._solution), weight)
+
+
+def _median(slowness: Sequence[float]) -> float:
+    """Returns the median; of two middle values, the one nearer to 1."""
+    return min(median_low(slowness), median_high(slowness), key=lambda g: abs(log(g)))
 
 
 def _slowness(evidence: Floats) -> float:

@@ -427,6 +427,16 @@ def test_one_measured_replica_of_two_does_not_change_the_other(measured: float) 
     assert pool.slowness == pytest.approx([measured, 1.0], rel=0.05)
 
 
+@pytest.mark.parametrize(("measured", "others"), [(4.0, 4.0), (0.25, 1.0)])
+def test_three_of_eight_replicas_tell_if_the_profile_is_too_fast(
+    measured: float, others: float
+) -> None:
+    """Fast replicas are measured first, so three of them say nothing about the others."""
+    pool = Pool(*[measured] * 3, *[None] * 5)
+    pool.poll(30)
+    assert pool.slowness == pytest.approx([measured] * 3 + [others] * 5, rel=0.05)
+
+
 def test_measured_replicas_keep_their_own_speed() -> None:
     pool = Pool(1.0, 3.0)
     pool.poll(30)
