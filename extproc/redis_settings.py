@@ -10,7 +10,7 @@ from redis.asyncio.connection import parse_url
 
 from extproc.ground.files import read_certificates
 from extproc.ground.text import suggest
-from extproc.ground.tls import load_key
+from extproc.ground.tls import load_pair
 
 _FORMS = (
     "not an address of Redis: write redis://[user:password@]host:port/database, "
@@ -73,4 +73,5 @@ def _check_files(options: Mapping[str, Any]) -> None:
     if certificate:
         read_certificates("ssl_certfile", Path(certificate))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        load_key(context, "ssl_keyfile", Path(certificate), key and Path(key))
+        setting = "ssl_keyfile" if key else "ssl_certfile"
+        load_pair(context, setting, Path(certificate), key and Path(key))

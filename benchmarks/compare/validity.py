@@ -17,7 +17,7 @@ from benchmarks.compare.contenders import Servers
 from benchmarks.load.summary import LATE_S
 from extproc.ground.clock import Clock
 from extproc.lab.harness.pages import get_json, get_text
-from extproc.poll.metrics_text import read_metrics
+from extproc.poll.metrics_text import ScrapeError, read_metrics
 
 _INTERVAL_S = 1.0
 MOST_BUSY = 0.85  # share of all cores that was in use
@@ -111,7 +111,7 @@ async def _observe(servers: Servers, clock: Clock, simulated: bool) -> Observati
     for name, address in servers.items():
         if simulated:
             late[name] = await get_json(f"http://{address}/simulate/late")
-        with suppress(ValueError):  # the replica does not answer
+        with suppress(ScrapeError):  # the replica does not answer
             page = read_metrics((await get_text(f"http://{address}/metrics")).encode())
             prompt_tokens += page.prompt_tokens
             cached_tokens += page.cached_tokens

@@ -124,8 +124,8 @@ async def _top(args: argparse.Namespace, config: Config) -> str:
     terminal, changed = sys.stdout.isatty(), asyncio.Event()
     once = args.once or not terminal
     views = [RouterView(router.name or router.admin) for router in routers]
-    each = zip(routers, views, strict=True)
-    async with started(*(_follow(router, config.admin, view, changed) for router, view in each)):
+    pairs = zip(routers, views, strict=True)
+    async with started(*(_follow(router, config.admin, view, changed) for router, view in pairs)):
         while True:
             await changed.wait()
             changed.clear()

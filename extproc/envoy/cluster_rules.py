@@ -24,7 +24,7 @@ from extproc.proxy.messages import DESTINATION, METADATA_NAMESPACE
 _LIMITS = {"max_connections": 1024, "max_pending_requests": 1024, "max_requests": 1024}
 _RETRY_LIMIT = {"max_retries": 3}
 _NO_TRAFFIC_INTERVAL = timedelta(seconds=60)  # Envoy's default
-_LATE = timedelta(seconds=10)
+_LATE = timedelta(seconds=10)  # longer intervals get a warning
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _SOCKET = "envoy.config.core.v3.SocketAddress"
 _TLS = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"

@@ -89,7 +89,7 @@ class EdsServer:
         self._pools = dict(pools)
         self._files = files
         self.streams: dict[asyncio.Task[None], asyncio.Event] = {}
-        """Reader of each open stream, and the event that a response may be due there."""
+        """Reading task of each open stream → event, set when a response may be due there."""
         self._server = grpc.aio.server(options=_OPTIONS)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

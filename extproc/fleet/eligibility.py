@@ -186,7 +186,8 @@ class Eligibility:
     def all_members(self) -> Candidates:
         """Returns all members as candidates; ``excluded`` also lists those that get no requests."""
         ids, found = sorted(self._rows, key=self._rows.__getitem__), self.exclusions()
-        excluded = self._of(ids, [found[name][1] if name in found else "" for name in ids]).excluded
+        states = ((self.conditions[name].state, found[name][1]) for name in ids if name in found)
+        excluded = tuple(Excluded(state.id, state.name or state.id, why) for state, why in states)
         return replace(self._of(ids, [""] * len(ids)), excluded=excluded)
 
     def exclusions(self) -> dict[str, tuple[str, str]]:

@@ -60,7 +60,7 @@ class PrefixHits(Struct, eq=False):
     """Tokens of a prompt that each candidate should have in its prefix cache."""
 
     expected: Floats  # reported by the candidate, or estimated from the prompts sent to it
-    cached: Floats  # reported tokens, or estimated tokens × trust, see _Cache.trust
+    cached: Floats  # reported tokens, or estimated tokens × trust, see _Cache.learn_trust
     estimated: NDArray[np.bool_]  # False: the replica reported the tokens itself
 
 
@@ -75,8 +75,8 @@ class _Cache:
     reported: float = 0.0  # part of ``sent``: prompts whose responses reported their hits
     expected: float = 0.0  # part of ``sent``: tokens that were expected to be cached
     before: ReplicaState | None = None  # the replica's counters at the last comparison
-    hit: float = _PRIOR_TOKENS  # tokens that the replica reported as cached; older ones weigh less
-    expected_to_hit: float = _PRIOR_TOKENS  # tokens that were expected instead
+    hits_reported: float = _PRIOR_TOKENS  # cached tokens by the replica's reports; old ones fade
+    hits_expected: float = _PRIOR_TOKENS  # cached tokens that were expected of the same prompts
 
     def fit(self, prefix: Prefix, tokens: float) -> None:
         """Sets the capacity, in keys, from the ``tokens`` of the KV cache and the mean tokens of a
@@ -85,10 +85,10 @@ class _Cache:
         self.unit += (prefix.unit - self.unit) * keys / (keys + min(self.entered, self.capacity))
         self.capacity = max(int(tokens / self.unit), 1)
 
-    def trust(self, expected: float, reported: float) -> float:
-        """Compares expected with reported cached tokens. Returns the factor by which the replica's
-        expected hits are multiplied from now on: ``min(1, 5·reported / expected)``, with decaying
-        sums that start at ``_PRIOR_TOKENS``.
+    def learn_trust(self, expected: float, reported: float) -> float:
+        """Adds expected and reported cached tokens to decaying sums, which start at
+        ``_PRIOR_TOKENS``. Returns the factor by which the replica's expected hits are multiplied
+        from now on: ``min(1, 5·reported / expected)``.
 
         A replica that reports almost no hits loses trust, because its cache is probably off. A
         replica that reports a fifth of the expected hits probably has a cache that is too small.
@@ -98,9 +98,9 @@ class _Cache:
         """
         if expected > 0.0:
             older = 1.0 + expected / _MEMORY_TOKENS
-            self.hit = self.hit / older + min(reported, _MAX_SHARE * expected)
-            self.expected_to_hit = self.expected_to_hit / older + expected
-        return min(_FULL_TRUST * self.hit / self.expected_to_hit, 1.0)
+            self.hits_reported = self.hits_reported / older + min(reported, _MAX_SHARE * expected)
+            self.hits_expected = self.hits_expected / older + expected
+        return min(_FULL_TRUST * self.hits_reported / self.hits_expected, 1.0)
 
 
 @lru_cache
@@ -123,7 +123,7 @@ class PrefixIndex:
         self._bitmaps = ReplicaBitmaps()  # a bit for each row
         self._caches: list[_Cache] = []
         self._blocks = np.ones(0)  # by row: tokens in a block; only whole blocks can be hits
-        self._trust = np.ones(0)  # by row, see _Cache.trust
+        self._trust = np.ones(0)  # by row, see _Cache.learn_trust
         self._rows = b""  # rows of the last look-up, as bytes
         self._places: dict[int, Indices] = {}
         """Bitmap of replicas → their indices among the rows of the last look-up."""
@@ -197,7 +197,7 @@ class PrefixIndex:
         """Updates the trust in a replica from a response that reports ``tokens`` cached tokens."""
         cache = self._caches[row]
         cache.reported += prompt
-        self._trust[row] = cache.trust(expected, tokens)
+        self._trust[row] = cache.learn_trust(expected, tokens)
 
     def polled(self, row: int, state: ReplicaState) -> None:
         """Updates the trust in a replica from its counters, if most responses report no hits."""
@@ -209,7 +209,7 @@ class PrefixIndex:
             return
         if cache.reported < cache.sent / 2:
             hits = (state.cached_tokens - before.cached_tokens) / prompts
-            self._trust[row] = cache.trust(cache.expected, hits * cache.sent)
+            self._trust[row] = cache.learn_trust(cache.expected, hits * cache.sent)
         cache.before, cache.sent, cache.reported = state, 0.0, 0.0
         cache.expected = 0.0
 

@@ -30,11 +30,11 @@ class Certificates:
 
 
 def read(section: str, cert: Path, key: Path | None, client_ca: Path | None) -> Certificates:
-    """Reads and tests the files that a section of the configuration names; ``key`` None: the file
-    ``cert`` has the key, too."""
+    """Reads and tests the files that a section of the configuration names."""
+    assert key is not None  # TlsSettings accepts only pairs
     chain = read_certificates(f"{section}.tls_cert", cert)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    key_pem = load_key(context, f"{section}.tls_key", cert, key)
+    key_pem = load_pair(context, f"{section}.tls_key", cert, key)
     authorities = client_ca and read_certificates(f"{section}.tls_client_ca", client_ca)
     doubt = _rejection(context, trusting(chain))
     return Certificates(chain, key_pem, authorities or None, doubt and f"{cert}: {doubt}", context)
@@ -73,10 +73,10 @@ def server_context(section: str, cert: Path | None, key: Path | None) -> ssl.SSL
     return first
 
 
-def load_key(context: ssl.SSLContext, setting: str, cert: Path, key: Path | None) -> bytes:
-    """Loads a certificate and its key into ``context``, and returns the key; ``key`` None: the file
-    ``cert`` has the key, too. Refuses a key with a password, as gRPC does. ``setting``: of the key.
-    """
+def load_pair(context: ssl.SSLContext, setting: str, cert: Path, key: Path | None) -> bytes:
+    """Loads a certificate and its key into ``context``; returns the key. Without ``key``, the file
+    ``cert`` has both. Refuses a key with a password, as gRPC does. ``setting``: name of the key's
+    setting, for errors."""
     key = key or cert
     content = read_file(setting, key)
     try:

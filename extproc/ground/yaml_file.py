@@ -52,8 +52,8 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Adds the place in the file to errors of PyYAML's constructors, which with ``deep`` refuse
-        a node that contains itself."""
+        """Adds the place in the file to PyYAML's errors. ``deep=True`` makes PyYAML refuse a node
+        that contains itself."""
         try:
             return super().construct_object(node, deep=True)
         except (yaml.YAMLError, RecursionError):

@@ -319,8 +319,8 @@ def mark(gauge: Gauge, marked: Iterable[tuple[str, ...]]) -> None:
 
 
 def _add_most(gauge: Gauge, count: int, values: Sequence[tuple[tuple[str, ...], float]]) -> None:
-    """Add values to a gauge by their labels, of which the last is a name that clients choose: the
-    ``count`` names with the highest sums keep their label, and all others get ``OTHER``."""
+    """Add values to a gauge whose last label is a name that clients choose. The ``count`` names
+    with the highest sums keep their series; all others share ``OTHER``."""
     totals = defaultdict[str, float](float)
     for (*_, name), value in values:
         totals[name] += value

@@ -22,7 +22,8 @@ class ProvisionalSpeed:
     seconds: float = 0.0  # Σ actual time to first token
 
     def observe(self, usual_steps: float, seconds: float) -> None:
-        """Learns the slowness from one first token, by the figures that the sums add up."""
+        """Adds one first token. ``usual_steps``: predicted time to it ÷ ``usual_step`` of the
+        replica; ``seconds``: actual time."""
         self.first_tokens += 1
         self.usual_steps += usual_steps
         self.seconds += seconds

@@ -76,8 +76,8 @@ streams to the client."""
 
 @cache
 def proceed(phase: str) -> bytes:
-    """Reply that changes nothing; an empty ``phase`` (one that the router does not know) gets an
-    empty message."""
+    """Reply that changes nothing. ``phase`` is empty for a message that the router does not know;
+    the reply is then empty."""
     return ProcessingResponse(**({phase: {}} if phase else {})).SerializeToString()
 
 

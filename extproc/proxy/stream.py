@@ -46,7 +46,7 @@ async def stream(exchange: Exchange) -> None:
             await exchange.refuse(refusal)
         finally:
             exchange.body.release()
-        await exchange.read()
+        await exchange.read()  # no phase: replies to all further messages until the stream ends
     except Left:
         pass
     finally:
@@ -151,8 +151,8 @@ async def _read_chunks(exchange: Exchange) -> bool:
 
 
 async def _read_headers(exchange: Exchange) -> RequestHeaders | None:
-    """Reads the headers. Returns None unless the router has to read the body: the request is left
-    to Envoy, or its headers are already answered."""
+    """Reads the headers. Returns None if the body is not needed: the request is answered, or left
+    to Envoy."""
     request = await exchange.read("request_headers")
     message = request.request_headers
     values = messages.headers_of(message, header_names(exchange.services.config.headers))

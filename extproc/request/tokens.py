@@ -98,8 +98,8 @@ class TokenCounter:
             self._images.learn(model, tokens / images, images)
 
     def learn(self, model: str, prompt_bytes: int, prompt_tokens: int) -> None:
-        """Learn the bytes per token from a report of a prompt's tokens, at least 1. Ratios outside
-        ``PLAUSIBLE`` are ignored."""
+        """Learn the bytes per token from a prompt and its reported tokens (at least 1). Ratios
+        outside ``PLAUSIBLE`` are ignored."""
         ratio = prompt_bytes / prompt_tokens
         if PLAUSIBLE[0] <= ratio <= PLAUSIBLE[1]:
             self._bytes.learn(model, ratio, min(prompt_tokens, _REPORT_TOKENS))

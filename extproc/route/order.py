@@ -54,7 +54,7 @@ class Shares:
     """
 
     def __init__(self, now: float, queued: Collection[Key]) -> None:
-        """``queued``: tenants with queued requests, as they are at each call of a method."""
+        """``queued``: live view of the tenants with queued requests, kept by the backlog."""
         self._tags: dict[Key, float] = {}
         self._levels: dict[int, float] = {}  # by priority: highest tag served
         self._queued = queued

@@ -36,7 +36,8 @@ DigestEvent = DigestReceived | Connected
 async def send_digest(redis: Redis, keys: Keys, digest: Digest) -> str:
     """Pushes a digest; a whole digest is also stored, for routers that start later.
 
-    Returns why Redis did not store the digest: a full Redis stores no digest, but still pushes.
+    Returns why Redis did not store the digest; empty: it was stored, or need not be. A full Redis
+    stores no digest, but still pushes.
     """
     data, key = DIGEST.seal(digest), keys.router + digest.router
     async with redis.pipeline(transaction=False) as pipe:

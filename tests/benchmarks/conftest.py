@@ -23,8 +23,10 @@ async def simulated(**settings: Any) -> AsyncIterator[tuple[Replica, str]]:
     """Serves a simulated replica; yields the replica and its ``ip:port``."""
     replica = Replica(ReplicaSettings(**settings))
     serving = await start(replica, "127.0.0.1", 0)
-    yield replica, f"127.0.0.1:{serving.port}"
-    await serving.runner.cleanup()
+    try:
+        yield replica, f"127.0.0.1:{serving.port}"
+    finally:
+        await serving.runner.cleanup()
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ from benchmarks.compare.contenders import RunningServers, SimulatedFleet
 from benchmarks.compare.envoy import EnvoyContender, weights
 from benchmarks.compare.peers import PROXIES, ProxyContender, metric_complaints
 from benchmarks.compare.play import load_arguments, work_complaints
-from benchmarks.compare.validity import Observation, around, hits, ticks, validity
+from benchmarks.compare.validity import Observation, around, hits, observing, ticks, validity
+from extproc.ground.clock import monotonic
 from extproc.lab.harness.processes import ProcessError, free_port
 from extproc.lab.simulator.replica import Replica, ReplicaSettings
 from extproc.lab.simulator.server import ReplicaServer
@@ -334,8 +335,17 @@ def quick_runs(directory: Path, contenders: str, *options: str) -> dict[str, Any
     result = json.loads(file.read_text())
     assert result["not_run"] == []
     runs = {each["run"]["name"]: each for each in result["runs"]}
-    assert ",".join(runs) == contenders
+    assert [name.split(":")[0] for name in runs] == [
+        name.split(":")[0] for name in contenders.split(",")
+    ]
     return runs
+
+
+async def test_server_that_does_not_answer_adds_no_tokens() -> None:
+    gone = {"gone": f"127.0.0.1:{free_port()}"}
+    async with observing(gone, monotonic, simulated=False) as observed:
+        pass
+    assert [each.prompt_tokens for each in observed] == [0.0] * len(observed)
 
 
 @pytest.mark.process
@@ -383,8 +393,9 @@ async def test_quick_comparison_on_running_servers(tmp_path: Path) -> None:
             app.router.add_post("/reset_prefix_cache", forget)
             running = await stack.enter_async_context(TestServer(app))
             addresses.append(f"127.0.0.1:{running.port}")
-        names, servers = "router:completion,envoy:least_request", ("--servers", *addresses)
+        names, servers = "router,envoy:least_request", ("--servers", *addresses)
         runs = await asyncio.to_thread(quick_runs, tmp_path, names, *servers, "--model", "m")
+    assert list(runs) == ["router:completion", "envoy:least_request"]
     for turn in runs.values():
         assert turn["run"]["known_lengths"]
         assert turn["summary"]["answered"] == turn["summary"]["requests"] == len(SHORT) - 10

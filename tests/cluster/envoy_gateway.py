@@ -38,7 +38,7 @@ class GatewayTrial(Trial):
         self._signal = signal
 
     def connect(self) -> None:
-        """Puts a Gateway, and the file with the names of the replicas' and routers' Services."""
+        """Applies a Gateway, and the file with the names of the trial's Services."""
         kubectl("apply", "--filename=-", stdin=self._gateway)
         resources = list(yaml.safe_load_all(_FILE.read_text(encoding="utf-8")))
         route, *_, extension = (resource["spec"] for resource in resources)

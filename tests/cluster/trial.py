@@ -197,7 +197,7 @@ class Trial:
             kubectl("delete", "namespace", NAMESPACE, "--wait=false", check=False)
 
     def connect(self) -> None:
-        """Puts what leads requests to the replicas, where the chart does not."""
+        """Applies the resources that lead requests to the replicas, if the chart has none."""
 
     def logs(self) -> Logs:
         return Logs("app.kubernetes.io/component=envoy")

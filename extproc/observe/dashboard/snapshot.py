@@ -36,12 +36,17 @@ _DECISIONS_LISTED = 12
 _UNKNOWN = "-: the request still runs, or the router did not read its response to the end."
 _POINTS = 500
 _HISTORY = {  # title and unit of each figure in a row of the history
-    **dict.fromkeys(("Requests/s", "5xx/s", "429/s"), "figure"),
-    **dict.fromkeys(("TTFT p50", "TTFT p99"), "seconds"),
-    **dict.fromkeys(("TPOT p50", "TPOT p99"), "milliseconds"),
-    **dict.fromkeys(("Completion p50", "Completion p99"), "seconds"),
+    "Requests/s": "figure",
+    "5xx/s": "figure",
+    "429/s": "figure",
+    "TTFT p50": "seconds",
+    "TTFT p99": "seconds",
+    "TPOT p50": "milliseconds",
+    "TPOT p99": "milliseconds",
+    "Completion p50": "seconds",
+    "Completion p99": "seconds",
 }
-_PER_S = {"seconds": 1.0, "milliseconds": 1e3}
+_FACTORS = {"seconds": 1.0, "milliseconds": 1e3}  # from seconds to the unit
 _GROUPS = 50  # most groups of queued requests shown: there may be many tenants
 
 
@@ -220,7 +225,7 @@ def _shown(value: float, unit: str) -> str | float | None:
     two significant digits; NaN becomes None."""
     if unit == "figure":
         return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
-    return None if isnan(value) else round(value * _PER_S[unit], 3)
+    return None if isnan(value) else round(value * _FACTORS[unit], 3)
 
 
 def _decisions(log: DecisionLog) -> PageTable:
