@@ -19,7 +19,7 @@ from extproc.lab.harness.envoy_config import (
 )
 from extproc.lab.harness.pages import decisions, get_text
 from extproc.lab.harness.processes import Process, answers, envoy_command, pick_ports
-from extproc.lab.harness.stack import SimulatedReplica, Stack
+from extproc.lab.harness.stack import SimulatedReplica, Stack, attached_replicas
 
 _TYPES = {
     "round_robin": "round_robin.v3.RoundRobin",
@@ -162,10 +162,7 @@ class RouterContender:
     async def running(
         self, fleet: ComparedFleet, servers: Servers, directory: Path, seed: int
     ) -> AsyncIterator[Front]:
-        replicas = [
-            SimulatedReplica(name, fleet.profiles[name], address=address)
-            for name, address in servers.items()
-        ]
+        replicas = attached_replicas(servers, fleet.profiles)
         async with self._stack(directory, replicas, seed) as stack:
             complaints = partial(self._complaints, stack)
             records = partial(decisions, stack.router_admin)
