@@ -8,9 +8,7 @@ container: it gets the name of the signal as `$1` and the container's id as `$2`
 step with a hanging router is not run.
 """
 
-import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -19,7 +17,16 @@ from contextlib import contextmanager
 
 import yaml
 
-from tests.cluster.trial import HERE, Logs, Trial, TrialStep, kubectl, report
+from tests.cluster.trial import (
+    HERE,
+    Logs,
+    Trial,
+    TrialStep,
+    kubectl,
+    parsed,
+    report,
+    trial_parser,
+)
 
 _FILE = HERE.parents[1] / "envoy" / "envoy_gateway.yaml"
 _SYSTEM = "envoy-gateway-system"
@@ -59,11 +66,7 @@ class GatewayTrial(Trial):
         return Logs(_ENVOYS, _SYSTEM)
 
     def steps(self) -> Iterator[TrialStep]:
-        yield TrialStep("steady", lambda: time.sleep(15))
-        yield TrialStep("scale fast replicas 2 → 4", lambda: self.scale("vllm-fast", 4))
-        yield TrialStep("scale fast replicas 4 → 1", lambda: self.scale("vllm-fast", 1))
-        yield TrialStep("scale fast replicas 1 → 2", lambda: self.scale("vllm-fast", 2))
-        yield TrialStep("roll fast replicas", lambda: self.restart("vllm-fast"))
+        yield from self.steady_and_replicas()
         yield TrialStep("drain a replica, and undrain", self.drain)
         yield TrialStep("delete a replica", lambda: self.delete("app=vllm,gpu=fast"))
         yield TrialStep("kill a replica without grace", lambda: self.kill("app=vllm,gpu=fast"))
@@ -124,18 +127,10 @@ class GatewayTrial(Trial):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, prog="python -m tests.cluster.envoy_gateway"
-    )
-    parser.add_argument("--image", required=True, help="image of extproc, REPOSITORY:TAG")
-    parser.add_argument("--redis", default="redis:7", help="image of Redis")
+    parser = trial_parser("tests.cluster.envoy_gateway", __doc__)
     parser.add_argument("--envoy", default="envoyproxy/envoy:v1.40-latest", help="image of Envoy")
-    parser.add_argument("--rate", type=float, default=6.0, help="requests per second")
     parser.add_argument("--signal", default="", metavar="COMMAND")
-    parser.add_argument("steps", nargs="*", help="only the steps whose names have these words")
-    args = parser.parse_args()
-    if not os.environ.get("KUBECONFIG"):
-        parser.error("KUBECONFIG names no cluster")
+    args = parsed(parser)
     trial = GatewayTrial(args.image, args.redis, args.envoy, args.rate, args.signal)
     return report(trial.run(args.steps))
 

@@ -202,12 +202,15 @@ class Trial:
     def logs(self) -> Logs:
         return Logs("app.kubernetes.io/component=envoy")
 
-    def steps(self) -> Iterator[TrialStep]:
+    def steady_and_replicas(self) -> Iterator[TrialStep]:
         yield TrialStep("steady", lambda: time.sleep(15))
         yield TrialStep("scale fast replicas 2 → 4", lambda: self.scale("vllm-fast", 4))
         yield TrialStep("scale fast replicas 4 → 1", lambda: self.scale("vllm-fast", 1))
         yield TrialStep("scale fast replicas 1 → 2", lambda: self.scale("vllm-fast", 2))
         yield TrialStep("roll fast replicas", lambda: self.restart("vllm-fast"))
+
+    def steps(self) -> Iterator[TrialStep]:
+        yield from self.steady_and_replicas()
         yield TrialStep("delete a replica", lambda: self.delete("app=vllm,gpu=fast"))
         if self._pool:
             yield TrialStep("delete the pool, make it again", self.remake_pool)
@@ -304,18 +307,30 @@ class Trial:
             return [Outcome(name, logs.requests(begin, end)) for name, begin, end in spans]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.cluster.trial")
+def trial_parser(module: str, about: str | None) -> argparse.ArgumentParser:
+    """Returns a parser of the arguments that all trials have."""
+    parser = argparse.ArgumentParser(description=about, prog=f"python -m {module}")
     parser.add_argument("--image", required=True, help="image of extproc, REPOSITORY:TAG")
     parser.add_argument("--redis", default="redis:7", help="image of Redis")
     parser.add_argument("--rate", type=float, default=6.0, help="requests per second")
-    parser.add_argument("--api-server-kill", default="", metavar="COMMAND")
-    pool = "find replicas through an InferencePool"
-    parser.add_argument("--inference-pool", action="store_true", help=pool)
     parser.add_argument("steps", nargs="*", help="only the steps whose names have these words")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Returns the arguments; ends the program if they are wrong or no cluster is named."""
     args = parser.parse_args()
     if not os.environ.get("KUBECONFIG"):
         parser.error("KUBECONFIG names no cluster")
+    return args
+
+
+def main() -> int:
+    parser = trial_parser("tests.cluster.trial", __doc__)
+    parser.add_argument("--api-server-kill", default="", metavar="COMMAND")
+    pool = "find replicas through an InferencePool"
+    parser.add_argument("--inference-pool", action="store_true", help=pool)
+    args = parsed(parser)
     trial = Trial(args.image, args.redis, args.rate, args.api_server_kill, pool=args.inference_pool)
     return report(trial.run(args.steps))
 
