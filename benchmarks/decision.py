@@ -24,7 +24,7 @@ from timeit import repeat
 from typing import Any
 
 from benchmarks import arguments
-from extproc.config import HoldSettings
+from extproc.config import HoldSettings, RequestSettings
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.lab.replay.routers import VirtualClock
@@ -157,7 +157,8 @@ def measure_chat(text_bytes: int, times: int) -> Line:
     roles = ("user", "assistant") * (_MESSAGES // 2)
     messages = [{"role": role, "content": text} for role in roles]
     fields: dict[str, object] = {"model": _MODEL, "messages": messages}
-    body, counter = json.dumps(fields).encode(), TokenCounter(4.0, 576, {})
+    body, settings = json.dumps(fields).encode(), RequestSettings()
+    counter = TokenCounter(settings.bytes_per_token, settings.image_tokens, settings.tokenizers)
     [(prompt, _)] = read(Endpoint.CHAT, fields).pieces
     tokens = prompt.count(counter, _MODEL)
     profile = repeat(lambda: inspect(Endpoint.CHAT, body, counter), repeat=_REPEATS, number=times)

@@ -73,7 +73,7 @@ class Forecast(Struct, eq=False):
     predicted_completion: float
     decode_time_per_token: float  # seconds, without ``stretch``
     expected_hits: float  # ``expected`` of PrefixHits
-    predicts_hits: bool  # True: the prefix index estimated the hits, which therefore test it
+    predicts_hits: bool  # True: the index estimated the hits of one sequence: they test it
     adapter_load: float  # seconds to load the LoRA adapter; 0 if ``adapter_wait`` is not 0
     adapter_wait: float  # seconds until the batch has a slot for the LoRA adapter
     adapter_overrun: float  # ``overrun`` of AdapterTimes

@@ -1,5 +1,4 @@
-"""Shipped traces and fleets, simulated replicas, and a check of a
-command's refusal."""
+"""Shipped traces and fleets, simulated replicas, and a check of a command's refusal."""
 
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
