@@ -1,4 +1,4 @@
-"""Digest of a router's requests in flight, which the other routers add to their own load."""
+"""Digest of a router's requests, which the other routers add to their own load."""
 
 from enum import IntEnum
 
@@ -44,7 +44,7 @@ class DigestKind(IntEnum):
 
 
 class Digest(msgspec.Struct, eq=False, array_like=True):
-    """Requests in flight of one router, by replica, at one moment.
+    """Requests in flight of one router, by replica, and its queue, at one moment.
 
     For each replica, the newest digest that names the replica counts. The next whole digest makes
     up for a lost digest.
@@ -57,6 +57,7 @@ class Digest(msgspec.Struct, eq=False, array_like=True):
     replicas: tuple[str, ...]  # ``ip:port``
     figures: Floats  # shape (FIGURES, replicas)
     admin: str = ""  # ``host:port`` of the router's admin server, in whole digests; empty: unknown
+    queued: dict[int, Finite] = {}  # replica-seconds of the requests in its queue, by priority
 
     def __post_init__(self) -> None:
         if self.admin:

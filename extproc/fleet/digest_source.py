@@ -1,6 +1,6 @@
 """Source of the router's own digests, built from its tables when they are due."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 
 import numpy as np
@@ -34,6 +34,7 @@ class DigestSource:
         wall: Clock,
     ) -> None:
         self.admin = ""  # see Digest
+        self.queued: Callable[[], dict[int, float]] = dict  # see Digest
         self._router = router
         self._replicas = replicas
         self._requests = requests
@@ -97,7 +98,8 @@ class DigestSource:
             figures = self._figures(now)[:, rows]
         ids = tuple(self._states[row].id for row in rows)
         admin = self.admin if kind is DigestKind.WHOLE else ""
-        return Digest(self._router, self._number, self._wall(), kind, ids, figures, admin)
+        at, queued = self._wall(), self.queued()
+        return Digest(self._router, self._number, at, kind, ids, figures, admin, queued)
 
     def _figures(self, now: float) -> Floats:
         replicas, requests = self._replicas, self._requests

@@ -57,6 +57,7 @@ class Peers:
         self._wall = wall
         self._numbers: dict[str, int] = {}  # peer → number of its last digest, in order of arrays
         self._admins: dict[str, str] = {}  # peer → its admin address, if known
+        self._queued: dict[str, Mapping[int, float]] = {}  # peer → its queue, see Digest
         self._load = np.zeros((POLLED_ROWS.stop, 0, 0))  # figures, peers, replicas
         self._arrived_at = np.zeros(0)  # when the last digest arrived
         self._fresh_s = np.zeros(0)  # how long the last digest stays fresh
@@ -95,6 +96,11 @@ class Peers:
         """True if there are peers and none counts."""
         return len(self) > 0 and not self.counted
 
+    def queued(self, priority: int) -> float:
+        """Replica-seconds of the requests of a priority in the queues of the peers that count."""
+        queues = zip(self._queued.values(), self._counts.tolist(), strict=True)
+        return sum(queue.get(priority, 0.0) for queue, counts in queues if counts)
+
     # -- digests ----------------------------------------------------------------------------
 
     def receive(self, digest: Digest, age: float) -> bool:
@@ -112,6 +118,7 @@ class Peers:
             self._numbers[name] = digest.number
             if digest.admin:
                 self._admins[name] = digest.admin
+            self._queued[name] = digest.queued
             place = list(self._numbers).index(name)
             self._arrived_at[place] = now - age
             changed = bool(digest.replicas) or digest.kind is not DigestKind.CHANGES
@@ -207,6 +214,7 @@ class Peers:
         names = zip(self._numbers.items(), peers.tolist(), strict=True)
         self._numbers = dict(item for item, keep in names if keep)
         self._admins = {name: self._admins[name] for name in self._admins.keys() & self._numbers}
+        self._queued = {name: self._queued[name] for name in self._numbers}
         self._load = self._load.compress(peers, axis=1)
         self._arrived_at = self._arrived_at[peers]
         self._fresh_s = self._fresh_s[peers]

@@ -1,5 +1,7 @@
 """Requests queued at this router, by model and by replica, and the replicas that they reserve."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from extproc.predict.inputs import FleetView, Floats
@@ -124,26 +126,40 @@ class Backlog:
 
         return sorted(found, key=rank)
 
-    def ahead(self, view: FleetView, place: Place) -> tuple[Floats, Floats]:
+    def work(self) -> dict[int, float]:
+        """Replica-seconds of the requests that wait for replicas, by priority."""
+        return {at: float(load[1].sum()) for at, load in self._load.items() if load[0].any()}
+
+    def ahead(
+        self, view: FleetView, place: Place, elsewhere: Callable[[int], float]
+    ) -> tuple[Floats, Floats]:
         """Return the queued load that a request with this place would meet at each candidate.
 
         The first array counts the requests of the same or a higher priority that wait for the
         candidate. The second has the seconds of delay by those of them that go before the place.
         Requests of higher priority go first. At the same priority T tenants take turns: if a tenant
         has w seconds of work queued, at most T·w seconds of work go before its last request.
+
+        Requests queued at other routers count as if they were like those here: they wait for the
+        same replicas, and the same share of them goes before the place. ``elsewhere`` returns their
+        replica-seconds at a priority.
         """
         requests, seconds = np.zeros((2, len(view)))
         for priority, load in self._load.items():
-            if priority >= place.priority:
+            if priority >= place.priority and load[0].any():
                 number, work = load.take(view.rows, axis=1, mode="clip")
-                requests += number
-                seconds += self._share(priority, load[1], place) * work
+                here = float(load[1].sum())
+                times = 1.0 + elsewhere(priority) / here if here else 1.0
+                requests += times * number
+                seconds += times * self._share(priority, here, place) * work
         free = view.max_num_seqs - view.batch - view.waiting
         return requests, np.maximum(seconds, 0.0) * np.where(free > 0.0, _RUNS_BEFORE, 1.0)
 
-    def _share(self, priority: int, seconds: Floats, place: Place) -> float:
-        """Share, 0…1, of the queued work of ``priority`` that goes before the place."""
-        total = float(seconds.sum())
+    def _share(self, priority: int, total: float, place: Place) -> float:
+        """Share, 0…1, of the queued work of ``priority`` that goes before the place.
+
+        ``total``: replica-seconds queued with this priority at this router.
+        """
         if priority > place.priority or total <= 0.0:
             return 1.0
         line = self._models.get(place.model)

@@ -154,7 +154,7 @@ class Router:
             for at in (wait <= 0.0).nonzero()[0].tolist():
                 if backlog.reserves(view.rows.item(at), place):
                     wait[at] = SOONEST_S
-            queued, ahead_s = backlog.ahead(view, place)
+            queued, ahead_s = backlog.ahead(view, place, peers.queued)
             wait += ahead_s * (wait > 0.0)
         if wait is None:
             return False

@@ -10,6 +10,7 @@ from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
+from statistics import fmean
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from extproc.config import HoldSettings
 from extproc.fleet.ledger import Ticket
+from extproc.fleet.peers import Peers
 from extproc.request.endpoint import Endpoint
 from extproc.request.errors import Saturated
 from extproc.request.objective import Objective
@@ -328,6 +330,18 @@ def test_no_request_waits_while_another_replica_would_finish_it_sooner(
         check_no_idle_waiting(pool)
 
 
+def test_several_routers_expect_the_wait_that_one_router_expects() -> None:
+    alone, *several = (mean_expected_wait_s(routers) for routers in (1, 2, 4))
+    assert several == pytest.approx([alone] * 2, rel=0.2)
+
+
+def mean_expected_wait_s(routers: int) -> float:
+    """Return the mean wait that requests expect at their arrival in an overload."""
+    pool = SharedReplicas(((MODEL,),) * 2, routers, limits={"longest_s": 60.0})
+    pool.play(OfferedRequest(0.3, router=number) for number in range(60))
+    return fmean(seen.decision.wait_s for seen in pool.arrived)
+
+
 @examples
 @given(requests(10, 30))
 def test_no_request_blocks_other_models(given: list[OfferedRequest]) -> None:
@@ -590,10 +604,12 @@ def _oldest(self: Backlog) -> Waiting:
 
 
 SOONER = test_no_request_waits_while_another_replica_would_finish_it_sooner
+SEVERAL = test_several_routers_expect_the_wait_that_one_router_expects
 VICTIM = test_victim_of_a_full_queue_is_the_newest_of_the_lowest_priority
 COST = partial(test_cost_of_arrival_and_end_does_not_depend_on_queue_length, 1, 1)
 FAULTS: list[tuple[Callable[..., object], object, str, object]] = [
     (SOONER, router, "_without_idle_wait", lambda choice, *_: choice),
+    (SEVERAL, Peers, "queued", lambda *_: 0.0),
     (test_no_request_blocks_other_models, Backlog, "reserves", _blocking),
     (test_overtaking_is_bounded, Backlog, "reserves", lambda *_: False),
     (test_no_request_waits_for_a_lower_priority, Backlog, "reserves", lambda *_: False),

@@ -1,0 +1,87 @@
+"""In an overload of two fast replicas and a slow one, no request waits or is refused in vain."""
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from extproc.ground.clock import monotonic
+from extproc.lab.harness.pages import get_json
+from extproc.lab.harness.stack import MODEL, SimulatedReplica
+from tests.e2e.client import EnvoyClient
+from tests.e2e.stack import SETTINGS, PatientStack, here
+
+PLACES = 4  # in the batch of a replica
+SMALL = ("--kv-tokens", "4000", "--max-num-seqs", f"{PLACES}")
+SLOW = "slow"
+REPLICAS = (
+    SimulatedReplica("fast-1", "llama-8b-h100", SMALL),
+    SimulatedReplica("fast-2", "llama-8b-h100", SMALL),
+    SimulatedReplica(SLOW, "llama-8b-a10", SMALL),
+)
+REQUESTS, PER_SECOND = 250, 14.0  # about twice what the replicas can serve
+TOKENS = 100  # of each answer, so that all take equally long on a replica
+MARGIN = 1.5
+"""Tolerance of waits, because the replicas of a busy machine are slower than predicted. When each
+router counted only its own queue, some requests took twice as long as on the slow replica."""
+HOLD = {"longest_s": 6.0, "most": 25}
+system = partial(
+    PatientStack, replicas=here(REPLICAS), settings={**SETTINGS, "hold": HOLD}, routers=2
+)
+
+
+@dataclass
+class ServedRequest:
+    """Times of a request, in seconds on the monotonic clock, and the replica that served it."""
+
+    sent: float
+    dispatched: float
+    ended: float
+    replica: str  # empty: the request was refused
+
+    @property
+    def served_s(self) -> float:
+        return self.ended - self.dispatched
+
+
+async def test_requests_wait_only_if_idle_slow_replica_serves_them_no_sooner(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
+    sending = []
+    for number in range(REQUESTS):
+        sending.append(asyncio.create_task(send(client, f"overload-{number}")))
+        await asyncio.sleep(1.0 / PER_SECOND)
+    requests = await asyncio.gather(*sending)
+    on_slow = [request for request in requests if request.replica == SLOW]
+
+    def had_place(at: float) -> bool:
+        return sum(request.dispatched <= at < request.ended for request in on_slow) < PLACES
+
+    refused = [request for request in requests if not request.replica]
+    assert not [request for request in refused if had_place(request.ended)]
+    waited = [request for request in requests if request.dispatched > request.sent]
+    assert len(waited) > REQUESTS / 2
+    slow_s = max(request.served_s for request in on_slow)
+    longest_s = max(request.ended - request.sent for request in waited if had_place(request.sent))
+    assert longest_s <= MARGIN * slow_s
+
+
+async def send(client: EnvoyClient, name: str) -> ServedRequest:
+    body = {"model": MODEL, "prompt": name + " sea" * 300, "max_tokens": TOKENS}
+    headers = {"x-request-id": name, "x-simulate-output-tokens": f"{TOKENS}"}
+    answer = await client.send("POST", "/v1/completions", body, headers)
+    ended = monotonic()
+    if answer.status == 429:
+        return ServedRequest(answer.sent, ended, ended, "")
+    assert answer.status == 200, answer
+    record = await decision(client.stack, name)
+    queued_s = record["outcome"]["queued_s"]
+    replica = client.stack.name_of(record["replica"])
+    return ServedRequest(answer.sent, answer.sent + queued_s, ended, replica)
+
+
+async def decision(stack: PatientStack, request_id: str) -> dict[str, Any]:
+    """Return the record of a request, which one of the routers has."""
+    urls = [f"{stack.admin(router)}/decisions?request_id={request_id}" for router in stack.routers]
+    [record] = [record for url in urls for record in await get_json(url) or ()]
+    return dict(record)
