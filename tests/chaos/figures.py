@@ -29,8 +29,9 @@ class SceneRequest:
 
     @property
     def begun(self) -> bool:
-        """True if the client received headers with status 200."""
-        return self.answer.status == 200
+        """True if the client received headers with status 200, or Envoy held these headers until
+        the router had read them, and answered 502 when the body broke off."""
+        return self.answer.status == 200 or self.access.flags == "UPE"
 
     @property
     def first_choice(self) -> str:
