@@ -16,6 +16,9 @@ RUN /opt/extproc/bin/pip install --quiet --no-deps --no-build-isolation . \
 FROM python:3.11-slim
 COPY --from=build /opt/extproc /opt/extproc
 ENV PATH=/opt/extproc/bin:$PATH PYTHONUNBUFFERED=1
+# python:3.11-slim lacks bytecode of the standard library, and containers cannot write any. Without
+# the bytecode that these imports write, each start compiles 180 modules: 0.5 s of CPU.
+RUN python -c "import extproc.proxy.app, extproc.poll.into_redis, extproc.envoy.eds"
 USER 65532:65532
 ENTRYPOINT ["extproc"]
 CMD ["serve"]

@@ -123,6 +123,22 @@ async def test_process_is_not_root_and_cannot_write(system: ComposeSystem, part:
         assert b"Read-only file system" in written.output
 
 
+_PRINT_MODULES_WITHOUT_BYTECODE = """
+import os, sys
+import extproc.cli.services, extproc.proxy.app, extproc.poll.into_redis, extproc.envoy.eds
+files = {name: getattr(module, "__cached__", None) for name, module in sys.modules.items()}
+print(*(name for name, file in files.items() if file and not os.path.exists(file)))
+"""
+
+
+async def test_services_start_from_bytecode(system: ComposeSystem) -> None:
+    with closing(docker.from_env()) as engine:
+        (router,) = system.containers(engine, "router")
+        command = ["python", "-c", _PRINT_MODULES_WITHOUT_BYTECODE]
+        done = await asyncio.to_thread(router.exec_run, command)
+        assert (done.exit_code, done.output.split()) == (0, [])
+
+
 async def test_router_and_poller_report_metrics(system: ComposeSystem) -> None:
     assert await answers(f"{system.router_admin}/metrics")()
     assert await answers(f"{system.poller_admin}/metrics")()
