@@ -117,7 +117,7 @@ def test_wrong_value_is_one_line_with_source_key_and_value(write: Write) -> None
         assert "\n" not in problem
 
 
-_PORTS = ("x:99999", "x:", ":80", "x:80/p", "[x]:1", "a b:1")
+_PORTS = ("x:0", "x:99999", "x:", ":80", "x:80/p", "[x]:1", "a b:1")
 NOT_ADDRESSES = ("10.0.0.1", "::1:80", "https://x:1", *_PORTS)
 
 
@@ -216,7 +216,13 @@ def test_invalid_value_is_one_line_in_words_of_yaml(text: str, problem: str, wri
             ("sentinels: [a:1], service: main, cluster: [a:1]", "not both"),
             ("cluster: [a:1], url: 'redis://:hunter2@a/2'", "only database 0"),
             ("cluster: [a:1], url: unix:///run/redis", "need a URL that begins with redis"),
-            ("cluster: [a]", "host:port"))),
+            ("cluster: [a]", "host:port"),
+            ("cluster: [a:0]", "a port from 1 to 65535"),
+            ("sentinels: [a:0], service: main", "a port from 1 to 65535"))),
+        *((f"traces: {{endpoint: '{url}'}}", "traces.endpoint: ", reason) for url, reason in (
+            ("a:4318", "pattern"), ("http://:4318", "http://host:port"),
+            ("http://a:0", "without port 0"), ("http://a:99999", "port out of range"),
+            ("http://a:x", "port could not be cast"))),
     ],
 )  # fmt: skip
 def test_unusable_setting_is_one_line_without_password(
@@ -259,6 +265,7 @@ def test_pods_are_those_of_a_service_or_an_inference_pool(
         ("redis://:hun/hunter2@host:6379", "percent-encode"),
         ("redis://:hun?hunter2@host:6379", "percent-encode"),
         ("redis://user?hunter2=1@host:6379", "unknown option"),
+        ("redis://host:0", "write redis://"),
         ("redis://host:99999", "write redis://"),
         ("redis://[::1:6379", "write redis://"),
         ("redis://a:1,b:2", "write redis://"),
