@@ -107,6 +107,10 @@ class EditableBootstrap:
         self.clusters.append({"name": name})
         return self
 
+    def hide_routes(self, match: Mapping[str, object]) -> None:
+        """Put a route to another cluster before the route to the replicas."""
+        self.add_cluster("web").routes.insert(0, CATCH_ALL | {"match": match})
+
     def add_listener(self) -> Self:
         """Add a listener that does not ask the router, such as one of metrics."""
         manager = {key: self.manager[key] for key in ("@type", "stat_prefix", "route_config")}
@@ -407,8 +411,9 @@ BREAKAGES = [
      lambda b: (b.add_cluster("other"), b.split({"name": "replicas"}, {"name": "other"}))),
     error("routes_can_match", "routes[0], before it in the virtual host, takes every request",
      lambda b: b.routes.append(b.routes[0])),
-    error("routes_can_match", "Move that route to the end",
-     lambda b: (b.add_cluster("web"), b.routes.insert(0, CATCH_ALL))),
+    *(error("routes_can_match", "Move that route to the end",
+       partial(EditableBootstrap.hide_routes, match=match))
+      for match in ({"prefix": "/"}, {"prefix": ""}, {"safe_regex": {"regex": ".*"}})),
     error("headers_come_with_body", "lacks request.headers['cookie'], request.headers['x-tenant']:",
      lambda b: None, NAMED),  # the shipped file has the header of route.policy_header
     error("named_headers_arrive", "is DROP_HEADER, and the router's settings name x_tenant: ",
