@@ -73,5 +73,5 @@ def _check_files(options: Mapping[str, Any]) -> None:
     if certificate:
         read_certificates("ssl_certfile", Path(certificate))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        setting = "ssl_keyfile" if key else "ssl_certfile"
+        setting = "ssl_keyfile" if key else "ssl_certfile without ssl_keyfile"
         load_pair(context, setting, Path(certificate), key and Path(key))

@@ -13,6 +13,7 @@ from extproc.config import REMOVED, Config, PolicyName
 from extproc.route.policies import POLICIES
 from extproc.settings import ConfigError, load
 from extproc.share.connection import address, connect
+from tests.certificates import Authority, openssl
 
 Write = Callable[[str], Path]
 
@@ -296,6 +297,30 @@ def test_invalid_redis_url_is_reported_without_password(url: str, reason: str) -
     assert reason in problem
     assert "hunter2" not in problem
     assert "hun/" not in problem
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("", "ssl_certfile without ssl_keyfile: {cert}: holds no key (PEM)"),
+        ("&ssl_keyfile={missing}", "ssl_keyfile: {missing}: No such file or directory"),
+        ("&ssl_keyfile={cert}", "ssl_keyfile: {cert}: holds no key (PEM)"),
+        (
+            "&ssl_keyfile={other}",
+            "ssl_keyfile: {other}: is not the key of the certificate in {cert}",
+        ),
+        ("&ssl_keyfile={rsa}", "ssl_keyfile: {rsa}: is not the key of the certificate in {cert}"),
+    ],
+)
+def test_unusable_key_for_redis_is_named(key: str, reason: str, tmp_path: Path) -> None:
+    authority, rsa = Authority(tmp_path / "ours"), tmp_path / "rsa.key"
+    openssl("genpkey", "-algorithm", "RSA", "-out", rsa)
+    (cert, _), (_, other) = authority.sign("own"), authority.sign("other")
+    files = {"cert": cert, "other": other, "rsa": rsa, "missing": tmp_path / "missing.key"}
+    url = f"rediss://:hunter2@host?ssl_certfile={cert}{key.format(**files)}"
+    (problem,) = problems({"redis.url": url})
+    assert problem.startswith(f"--redis.url: {reason.format(**files)}")
+    assert "hunter2" not in problem
 
 
 @pytest.mark.parametrize(
