@@ -3,10 +3,11 @@
 import re
 from collections import Counter
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -74,8 +75,17 @@ def _bare(url: str) -> str:
     return url.strip().removeprefix("http://").removesuffix("/")
 
 
-_Address = Annotated[str, _checked(split_address)]
-_ReplicaAddress = Annotated[str, AfterValidator(_bare), _checked(split_address)]
+def _check_collector(url: str) -> None:
+    parts = urlsplit(url)
+    if not parts.hostname or parts.port == 0:
+        raise ValueError("must be a URL of the form http://host:port, without port 0")
+
+
+_ListenAddress = Annotated[str, _checked(split_address)]
+_connectable = _checked(partial(split_address, least_port=1))
+_Address = Annotated[str, _connectable]
+_ReplicaAddress = Annotated[str, AfterValidator(_bare), _connectable]
+_CollectorUrl = Annotated[str, Field(pattern=r"^https?://"), _checked(_check_collector)]
 _ProfileName = Annotated[str, _checked(hardware_profile)]
 _RedisUrl = Annotated[str, _checked(connection_options)]
 _Port = Annotated[int, Field(ge=1, le=65535)]
@@ -241,9 +251,9 @@ class MutualTlsSettings(TlsSettings):
 class ServeSettings(MutualTlsSettings):
     """The ext_proc server."""
 
-    listen: _Address = "127.0.0.1:50051"
+    listen: _ListenAddress = "127.0.0.1:50051"
     """gRPC address that Envoy connects to."""
-    admin: _Address = "127.0.0.1:9090"
+    admin: _ListenAddress = "127.0.0.1:9090"
     """HTTP address of the page, /metrics, /decisions, /fleet and health."""
     mode: Literal["route", "observe"] = "route"
     """route: choose a replica for each request. observe: leave the choice to Envoy, and only
@@ -472,7 +482,7 @@ class PollSettings(Section):
     """Seconds after which a scrape is late, and its figures teach nothing. A scrape has failed
     after three times this timeout. A replica is stale after 5 s, so three times the timeout plus
     ``interval_s`` must be less than 5 s."""
-    admin: _Address = "127.0.0.1:9089"
+    admin: _ListenAddress = "127.0.0.1:9089"
     """HTTP address of the poller's /metrics and health."""
 
     @field_validator("timeout_s")
@@ -507,7 +517,7 @@ class RecordSettings(Section):
 class EdsSettings(MutualTlsSettings):
     """EDS server, which gives Envoy the replicas."""
 
-    listen: _Address = "127.0.0.1:18000"
+    listen: _ListenAddress = "127.0.0.1:18000"
     """gRPC address at which Envoy asks ``extproc eds`` for the replicas."""
 
 
@@ -522,7 +532,7 @@ class AdminSettings(TlsSettings):
 class TraceSettings(Section):
     """OpenTelemetry spans of requests."""
 
-    endpoint: str | None = Field(default=None, pattern=r"^https?://")
+    endpoint: _CollectorUrl | None = None
     """Base URL of the collector, for OTLP over HTTP; null: no spans. Needs the extra ``traces``."""
 
 

@@ -43,7 +43,7 @@ def connection_options(url: str) -> dict[str, Any]:
     except ValueError as error:
         readable = str(error).startswith(("Invalid value for", "URLs with"))
         raise ValueError(str(error) if readable else _FORMS) from None
-    if parts.fragment or (parts.scheme == "unix" and not parts.path):
+    if parts.fragment or (not parts.path if parts.scheme == "unix" else parts.port == 0):
         raise ValueError(_FORMS)
     if parts.scheme != "unix" and not parts.path.strip("/").isdecimal() and parts.path.strip("/"):
         raise ValueError("the database of Redis is a number: redis://host:port/0")
@@ -73,5 +73,5 @@ def _check_files(options: Mapping[str, Any]) -> None:
     if certificate:
         read_certificates("ssl_certfile", Path(certificate))
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        setting = "ssl_keyfile" if key else "ssl_certfile"
+        setting = "ssl_keyfile" if key else "ssl_certfile without ssl_keyfile"
         load_pair(context, setting, Path(certificate), key and Path(key))

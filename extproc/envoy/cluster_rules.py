@@ -62,16 +62,13 @@ def _starts_late(cluster: Node, _: EnvoyFile) -> bool:
     )
 
 
-def _ports(file: EnvoyFile, cluster: Node) -> set[int]:
-    """Return the ports of the members that the file lists for a cluster."""
-    members = file.all(_SOCKET, cluster["load_assignment"])
-    return {member["port_value"] for member in members if "port_value" in member}
-
-
 def _members(file: EnvoyFile, cluster: Node) -> list[tuple[str, int]]:
-    """Return host and port of each member that the file lists for a cluster."""
+    """Return host and port of each member that the file lists for a cluster.
+
+    Without ``port_value`` the port is 0, as Envoy reads ``named_port`` in STRICT_DNS clusters.
+    """
     members = file.all(_SOCKET, cluster["load_assignment"])
-    return [(member["address"], member["port_value"]) for member in members]
+    return [(member["address"], member["port_value"] or 0) for member in members]
 
 
 def _all_ips(addresses: list[tuple[str, int]]) -> bool:
@@ -117,13 +114,13 @@ def _listed_routers(file: EnvoyFile, named: bool) -> list[Node]:
     def has_name(cluster: Node) -> bool:
         return not all(is_ip(host) or host == "localhost" for host, _ in _members(file, cluster))
 
-    clusters = [cluster for cluster in file.router_clusters if _ports(file, cluster)]
+    clusters = [cluster for cluster in file.router_clusters if _members(file, cluster)]
     return [cluster for cluster in clusters if has_name(cluster) == named]
 
 
 def _other_ports(cluster: Node, file: EnvoyFile) -> str:
     listens = split_address(file.config.serve.listen)[1]
-    if listens in (ports := _ports(file, cluster)):
+    if listens in (ports := {port for _, port in _members(file, cluster)}):
         return ""
     listed = ", ".join(map(str, sorted(ports)))
     return f"Envoy connects to port {listed}, and the router listens at {listens}"

@@ -1,6 +1,6 @@
 """Checks a running Envoy: its configuration, and the members of its clusters."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import aiohttp
@@ -16,6 +16,7 @@ _NO_ANSWER = (
     "{}: is Envoy running, and is this its admin address? --envoy-admin takes http://HOST:PORT"
 )
 _DOWN = ("UNHEALTHY", "TIMEOUT")
+_NO_ROUTER = {"router_port_matches", "transport_matches"}  # if broken, no router is healthy
 _CLUSTERS = ("ClustersConfigDump", "static_clusters", "dynamic_active_clusters")
 _LISTENERS = ("ListenersConfigDump", "static_listeners", "dynamic_listeners")
 _ROUTES = ("RoutesConfigDump", "dynamic_route_configs")  # static routes are parts of listeners
@@ -39,9 +40,10 @@ async def check_live_envoy(url: str, config: Config, replicas: Mapping[str, str]
         (Level.ERROR, f"Envoy refused an update and keeps its old configuration: {reason}")
         for reason in refusals
     ]
-    problems += _check_members(EnvoyFile(tree), hosts, replicas)
-    found = [Finding("envoy", level, where, text) for level, text in problems]
-    return found + check_envoy(tree, config)
+    judged = check_envoy(tree, config)
+    broken = {finding.rule for finding in judged if finding.level is Level.ERROR}
+    problems += _check_members(EnvoyFile(tree), hosts, replicas, broken)
+    return [Finding("envoy", level, where, text) for level, text in problems] + judged
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> Any:
@@ -61,23 +63,30 @@ def _hosts(cluster: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_members(
-    file: EnvoyFile, hosts: Mapping[str, Mapping[str, str]], replicas: Mapping[str, str]
+    file: EnvoyFile,
+    hosts: Mapping[str, Mapping[str, str]],
+    replicas: Mapping[str, str],
+    broken: Set[str],
 ) -> Iterator[tuple[Level, str]]:
+    """Yield problems of members, except those that a rule in ``broken`` explains."""
     routers = [cluster["name"] for cluster in file.router_clusters]
     fixed = [cluster["name"] for cluster in file.replica_clusters if not destination(cluster)]
     for name in [*routers, *fixed]:
-        for host, reasons in hosts.get(name, {}).items():
-            if reasons:
+        unhealthy = {host: reasons for host, reasons in hosts.get(name, {}).items() if reasons}
+        if name not in routers or len(unhealthy) < len(hosts.get(name, {})):
+            for host, reasons in unhealthy.items():
                 title = with_name(host, replicas.get(host, ""))
                 text = f"cluster {name!r}: {title} is unhealthy ({reasons}) and gets no requests"
                 yield Level.WARNING, text
-    for name in routers:
-        if all(hosts.get(name, {}).values()):
+        elif not broken & _NO_ROUTER:
+            listed = ", ".join(f"{host}: {reasons}" for host, reasons in unhealthy.items())
             text = (
-                f"cluster {name!r} has no healthy member: Envoy's fallback policy serves all "
-                "requests. Start a router at the address in this cluster"
+                f"cluster {name!r} has no healthy member ({listed or 'it is empty'}): Envoy's "
+                "fallback policy serves all requests. Start a router at the address in this cluster"
             )
             yield Level.ERROR, text
+    if "members_are_replicas" in broken:
+        return
     members = {host: name for name in fixed for host in hosts.get(name, {})}
     for host in members.keys() - replicas.keys():
         text = (

@@ -13,6 +13,7 @@ from extproc.envoy.rules import (
 )
 from extproc.envoy.tree import LISTENER, MANAGER, ROUTE, ROUTE_ENTRY, Node
 
+_ANY_PATH = (".*", ".+", "/.*")
 _SHORT_ROUTE = timedelta(minutes=10)
 _SHORT_WAIT = timedelta(minutes=1)
 
@@ -67,7 +68,8 @@ def _hiding(route: Node, file: EnvoyFile) -> str:
 
 
 def _takes_all(match: Node) -> bool:
-    return match["prefix"] == "/" and match.keys() <= {"prefix", "case_sensitive"}
+    every_path = match.get("prefix") in ("", "/") or match["safe_regex"]["regex"] in _ANY_PATH
+    return every_path and match.keys() <= {"prefix", "safe_regex", "case_sensitive"}
 
 
 def _cuts_responses(route: Node, _: EnvoyFile) -> str:
@@ -110,8 +112,8 @@ ROUTE_RULES = (
     Rule("routes_can_match", Level.ERROR, lambda file: file.replica_routes,
         "No route to the replicas stands behind a route that takes every request.",
         _hiding,
-        "the route never matches: {}, before it in the virtual host, takes every request (prefix "
-        "/). Move that route to the end"),
+        "the route never matches: {}, before it in the virtual host, takes every request. "
+        "Move that route to the end"),
     Rule("routes_ask_router", Level.ERROR,
         lambda file: file.replica_routes
             if any(map(file.is_enabled, file.all(EXT_PROC))) else [],

@@ -11,11 +11,17 @@ _ADDRESS = re.compile(
 _MAX_PORT = 65_535
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """Returns host (IPv6 without brackets) and port; raises ValueError if malformed."""
+def split_address(address: str, least_port: int = 0) -> tuple[str, int]:
+    """Returns host (IPv6 without brackets) and port; raises ValueError if malformed.
+
+    A server that listens at port 0 gets any free port; clients connect to port 1 or above.
+    """
     match = _ADDRESS.fullmatch(address.strip())
-    if match is None or int(match["port"]) > _MAX_PORT:
-        raise ValueError(f"{address!r} is not an address of the form host:port or [ipv6]:port")
+    if match is None or not least_port <= int(match["port"]) <= _MAX_PORT:
+        raise ValueError(
+            f"{address!r} is not an address of the form host:port or [ipv6]:port, with a port "
+            f"from {least_port} to {_MAX_PORT}"
+        )
     return match["ipv6"] or match["host"], int(match["port"])
 
 

@@ -16,6 +16,7 @@ from extproc.ground.files import WatchedFiles, read_certificates, read_file
 log = logging.getLogger(__name__)
 
 _END = "-----END CERTIFICATE-----"
+_MISMATCHES = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def load_pair(context: ssl.SSLContext, setting: str, cert: Path, key: Path | Non
         context.load_cert_chain(cert, key, password="")  # otherwise OpenSSL asks on the terminal
     except ssl.SSLError as error:
         reason = f"cannot be used with {cert}: {error.reason}"
-        if error.reason in ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"):
+        if error.reason in _MISMATCHES:
             reason = f"is not the key of the certificate in {cert}"
         elif error.reason is None:
             reason = "holds no key (PEM), or one with a password"

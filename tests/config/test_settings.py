@@ -13,6 +13,7 @@ from extproc.config import REMOVED, Config, PolicyName
 from extproc.route.policies import POLICIES
 from extproc.settings import ConfigError, load
 from extproc.share.connection import address, connect
+from tests.certificates import Authority, openssl
 
 Write = Callable[[str], Path]
 
@@ -117,7 +118,7 @@ def test_wrong_value_is_one_line_with_source_key_and_value(write: Write) -> None
         assert "\n" not in problem
 
 
-_PORTS = ("x:99999", "x:", ":80", "x:80/p", "[x]:1", "a b:1")
+_PORTS = ("x:0", "x:99999", "x:", ":80", "x:80/p", "[x]:1", "a b:1")
 NOT_ADDRESSES = ("10.0.0.1", "::1:80", "https://x:1", *_PORTS)
 
 
@@ -216,7 +217,13 @@ def test_invalid_value_is_one_line_in_words_of_yaml(text: str, problem: str, wri
             ("sentinels: [a:1], service: main, cluster: [a:1]", "not both"),
             ("cluster: [a:1], url: 'redis://:hunter2@a/2'", "only database 0"),
             ("cluster: [a:1], url: unix:///run/redis", "need a URL that begins with redis"),
-            ("cluster: [a]", "host:port"))),
+            ("cluster: [a]", "host:port"),
+            ("cluster: [a:0]", "a port from 1 to 65535"),
+            ("sentinels: [a:0], service: main", "a port from 1 to 65535"))),
+        *((f"traces: {{endpoint: '{url}'}}", "traces.endpoint: ", reason) for url, reason in (
+            ("a:4318", "pattern"), ("http://:4318", "http://host:port"),
+            ("http://a:0", "without port 0"), ("http://a:99999", "port out of range"),
+            ("http://a:x", "port could not be cast"))),
     ],
 )  # fmt: skip
 def test_unusable_setting_is_one_line_without_password(
@@ -259,6 +266,7 @@ def test_pods_are_those_of_a_service_or_an_inference_pool(
         ("redis://:hun/hunter2@host:6379", "percent-encode"),
         ("redis://:hun?hunter2@host:6379", "percent-encode"),
         ("redis://user?hunter2=1@host:6379", "unknown option"),
+        ("redis://host:0", "write redis://"),
         ("redis://host:99999", "write redis://"),
         ("redis://[::1:6379", "write redis://"),
         ("redis://a:1,b:2", "write redis://"),
@@ -289,6 +297,30 @@ def test_invalid_redis_url_is_reported_without_password(url: str, reason: str) -
     assert reason in problem
     assert "hunter2" not in problem
     assert "hun/" not in problem
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("", "ssl_certfile without ssl_keyfile: {cert}: holds no key (PEM)"),
+        ("&ssl_keyfile={missing}", "ssl_keyfile: {missing}: No such file or directory"),
+        ("&ssl_keyfile={cert}", "ssl_keyfile: {cert}: holds no key (PEM)"),
+        (
+            "&ssl_keyfile={other}",
+            "ssl_keyfile: {other}: is not the key of the certificate in {cert}",
+        ),
+        ("&ssl_keyfile={rsa}", "ssl_keyfile: {rsa}: is not the key of the certificate in {cert}"),
+    ],
+)
+def test_unusable_key_for_redis_is_named(key: str, reason: str, tmp_path: Path) -> None:
+    authority, rsa = Authority(tmp_path / "ours"), tmp_path / "rsa.key"
+    openssl("genpkey", "-algorithm", "RSA", "-out", rsa)
+    (cert, _), (_, other) = authority.sign("own"), authority.sign("other")
+    files = {"cert": cert, "other": other, "rsa": rsa, "missing": tmp_path / "missing.key"}
+    url = f"rediss://:hunter2@host?ssl_certfile={cert}{key.format(**files)}"
+    (problem,) = problems({"redis.url": url})
+    assert problem.startswith(f"--redis.url: {reason.format(**files)}")
+    assert "hunter2" not in problem
 
 
 @pytest.mark.parametrize(

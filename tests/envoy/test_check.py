@@ -88,6 +88,13 @@ class EditableBootstrap:
         self.replicas["load_assignment"]["endpoints"] = [{"lb_endpoints": endpoints}]
         return self
 
+    def name_port(self, cluster: dict[str, Any]) -> Self:
+        """Name the port of a cluster's member, which Envoy then reads as 0."""
+        (endpoint,) = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
+        address = endpoint["endpoint"]["address"]["socket_address"]
+        address["named_port"] = str(address.pop("port_value"))
+        return self
+
     def add_router(self, port: int) -> Self:
         """Add a router on the same host."""
         endpoints = self.router["load_assignment"]["endpoints"][0]["lb_endpoints"]
@@ -99,6 +106,10 @@ class EditableBootstrap:
         """Add a cluster that does not obey the router."""
         self.clusters.append({"name": name})
         return self
+
+    def hide_routes(self, match: Mapping[str, object]) -> None:
+        """Put a route to another cluster before the route to the replicas."""
+        self.add_cluster("web").routes.insert(0, CATCH_ALL | {"match": match})
 
     def add_listener(self) -> Self:
         """Add a listener that does not ask the router, such as one of metrics."""
@@ -400,8 +411,9 @@ BREAKAGES = [
      lambda b: (b.add_cluster("other"), b.split({"name": "replicas"}, {"name": "other"}))),
     error("routes_can_match", "routes[0], before it in the virtual host, takes every request",
      lambda b: b.routes.append(b.routes[0])),
-    error("routes_can_match", "Move that route to the end",
-     lambda b: (b.add_cluster("web"), b.routes.insert(0, CATCH_ALL))),
+    *(error("routes_can_match", "Move that route to the end",
+       partial(EditableBootstrap.hide_routes, match=match))
+      for match in ({"prefix": "/"}, {"prefix": ""}, {"safe_regex": {"regex": ".*"}})),
     error("headers_come_with_body", "lacks request.headers['cookie'], request.headers['x-tenant']:",
      lambda b: None, NAMED),  # the shipped file has the header of route.policy_header
     error("named_headers_arrive", "is DROP_HEADER, and the router's settings name x_tenant: ",
@@ -421,6 +433,8 @@ BREAKAGES = [
      {"hold": {"longest_s": 301}}),
     error("router_port_matches", "port 50051, and the router listens at 6000",
      lambda b: b.address_router("10.0.0.9"), {"serve": {"listen": "0.0.0.0:6000"}}),
+    error("router_port_matches", "port 0, and the router listens at 50051",
+     lambda b: b.address_router("10.0.0.9").name_port(b.router)),
     warning("mapped_port_leads_to_router", "unless a Service maps this port",
      lambda b: None, {"serve": {"listen": "0.0.0.0:6000"}}),
     warning("observer_is_not_awaited", "Take the filter of envoy/observe.yaml", lambda b: None,
@@ -432,6 +446,8 @@ BREAKAGES = [
      lambda b: b.list_replicas("vllm.example"), REPLICAS),
     error("members_are_replicas", "lists 10.0.0.3:8000, 10.0.0.4:8000, and",
      lambda b: b.list_replicas("10.0.0.3", "10.0.0.4"), REPLICAS),
+    error("members_are_replicas", "lists 10.0.0.1:0, and",
+     lambda b: b.list_replicas("10.0.0.1").name_port(b.replicas), REPLICAS),
     error("transport_matches", "'router' speaks plain text, but", lambda b: None, TLS),
     error("transport_matches", "'router' speaks TLS, but this configuration",
      lambda b: b.set_transport(UPSTREAM_TLS)),
