@@ -240,7 +240,12 @@ class RouterMetrics:
             "Replicas that this router's load needs, requests in its queue included.",
             ["pool"],
         )
-        self.replicas = gauge("extproc_replicas", "Known replicas by health.", ["health"])
+        self.replicas = gauge(
+            "extproc_replicas",
+            "Known replicas by health: healthy, asleep (the engine sleeps), or unhealthy (the last "
+            "scrape failed).",
+            ["health"],
+        )
         self.state_age = gauge(
             "extproc_state_age_seconds",
             "Seconds since the last update of any replica, from pollers or Redis.",

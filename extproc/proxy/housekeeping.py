@@ -89,9 +89,11 @@ class Housekeeping:
                 if fleet.eligibility.conditions[state.id].frozen
             ),
         )
-        healthy = sum(state.healthy for state in states)
-        metrics.replicas.labels("healthy").set(healthy)
-        metrics.replicas.labels("unhealthy").set(len(states) - healthy)
+        healthy = [state for state in states if state.healthy]
+        asleep = sum(state.asleep for state in healthy)
+        metrics.replicas.labels("healthy").set(len(healthy) - asleep)
+        metrics.replicas.labels("asleep").set(asleep)
+        metrics.replicas.labels("unhealthy").set(len(states) - len(healthy))
         waiting = [pair for pool in pools for pair in pool.queue.sizes().items()]
         shares = [pair for pool in pools for pair in pool.queue.shares().items()]
         metrics.set_waiting(waiting, shares)

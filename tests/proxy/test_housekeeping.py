@@ -37,6 +37,15 @@ async def test_external_load_is_a_figure_of_routers_that_route_every_request(
     assert samples(services.metrics.external_requests) == external
 
 
+async def test_sleeping_replica_is_not_counted_as_healthy() -> None:
+    services = router_of(config_of())
+    for number, figures in enumerate(({}, {"asleep": True}, {"healthy": False}), start=1):
+        put_replicas(services, number, **figures)
+    await one_pass(services)
+    counts = {("healthy",): 1, ("asleep",): 1, ("unhealthy",): 1}
+    assert samples(services.metrics.replicas) == counts
+
+
 async def test_requests_in_flight_are_counted_at_the_time_of_the_scrape() -> None:
     services = router_of(config_of())
     put_replicas(services, 1)
