@@ -95,6 +95,11 @@ class Peers:
         """True if there are peers and none counts."""
         return len(self) > 0 and not self.counted
 
+    @property
+    def all_count(self) -> bool:
+        """True if every peer counts, or there are none."""
+        return bool(self._counts.all())
+
     # -- digests ----------------------------------------------------------------------------
 
     def receive(self, digest: Digest, age: float) -> bool:

@@ -66,12 +66,14 @@ class Housekeeping:
         usable = len(fleet.members) - len(excluded)
         needed = pool.demand.replicas(pool.queue, 1 + len(fleet.peers), usable)
         self._metrics.replicas_needed.labels(name).set(needed)
-        if pool.config.serve.steers_all:  # otherwise observed requests count as external at first
-            self._metrics.external_requests.labels(name).set(fleet.external_requests)
-            pool.external.add(fleet.external_requests)
         pool.routers.look(fleet.peers.addresses, now, fleet.peers.take_stopped())
         if fleet.pollers is not None and not self._delays.redis_refusal:  # pollers are known
             pool.pollers.look(fleet.pollers, now, fleet.stopped_pollers)
+        if pool.config.serve.steers_all:  # otherwise observed requests count as external at first
+            # The requests of a lost router look external until they end.
+            external = 0.0 if pool.routers.lost else fleet.external_requests
+            self._metrics.external_requests.labels(name).set(external)
+            pool.external.add(external)
         yield from excluded.items()
 
     def _set_gauges(self) -> None:
