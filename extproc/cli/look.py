@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from extproc.cli.arguments import CommandError, whole
 from extproc.cli.configuration import add_file, configured
-from extproc.cli.routers import AskedRouter, routers_to_ask
+from extproc.cli.routers import AskedRouter, Found, routers_to_ask
 from extproc.cli.screen import RouterView, draw, screen
 from extproc.config import AdminSettings, Config
 from extproc.ground.runtime import started
@@ -24,6 +24,7 @@ from extproc.observe.decision import other_format, read_decisions
 from extproc.observe.explain import comparison, decisions
 
 _RETRY_S = 1.0
+_LOOK_AGAIN_S = 2.0  # between two looks of ``top`` for the routers that Redis names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,26 +121,42 @@ def _not_found(request: str, routers: Sequence[AskedRouter], access: AdminSettin
 
 
 async def _top(args: argparse.Namespace, config: Config) -> str:
-    routers, notes = await routers_to_ask(args.router, config)
+    found = await routers_to_ask(args.router, config)
     terminal, changed = sys.stdout.isatty(), asyncio.Event()
     once = args.once or not terminal
-    views = [RouterView(router.name or router.admin) for router in routers]
-    pairs = zip(routers, views, strict=True)
-    async with started(*(_follow(router, config.admin, view, changed) for router, view in pairs)):
-        while True:
-            await changed.wait()
-            changed.clear()
-            if not any(view.snapshot for view in views) and all(view.error for view in views):
-                problems = map(printable, (*notes, *(view.error for view in views)))
-                raise RouterUnavailableError("\n".join(problems))
-            enough = all if once else any
-            if not enough(view.snapshot or (once and view.error) for view in views):
-                continue
-            width = shutil.get_terminal_size().columns if terminal else WIDTH
-            lines = screen(views, notes, width)
-            if once:
-                return "\n".join(lines)
-            draw(lines)
+    views = dict[AskedRouter, RouterView]()
+    while True:
+        routers, notes = found
+        new = {router: RouterView(router.name or router.admin) for router in routers}
+        views = {router: views.get(router, view) for router, view in new.items()}
+        shown = [*views.values()]
+        parts = (_follow(router, config.admin, view, changed) for router, view in views.items())
+        async with started(*parts), started(_other_routers(found, args, config)) as (looking,):
+            looking.add_done_callback(lambda _: changed.set())
+            while not looking.done():
+                await changed.wait()
+                changed.clear()
+                if not any(view.snapshot for view in shown) and all(view.error for view in shown):
+                    problems = map(printable, (*notes, *(view.error for view in shown)))
+                    raise RouterUnavailableError("\n".join(problems))
+                enough = all if once else any
+                if not enough(view.snapshot or (once and view.error) for view in shown):
+                    continue
+                width = shutil.get_terminal_size().columns if terminal else WIDTH
+                lines = screen(shown, notes, width)
+                if once:
+                    return "\n".join(lines)
+                draw(lines)
+        found = looking.result()
+
+
+async def _other_routers(found: Found, args: argparse.Namespace, config: Config) -> Found:
+    """Wait until Redis names other routers than those of ``found``; return them."""
+    while True:
+        await asyncio.sleep(_LOOK_AGAIN_S)
+        latest = await routers_to_ask(args.router, config)
+        if latest != found and latest[0][0].name:  # else Redis named no router
+            return latest
 
 
 async def _follow(

@@ -27,9 +27,10 @@ class AskedRouter:
         return f"router {self.name}: {error}" if self.name else str(error)
 
 
-async def routers_to_ask(
-    named: str | None, config: Config
-) -> tuple[Sequence[AskedRouter], Sequence[str]]:
+Found = tuple[Sequence[AskedRouter], Sequence[str]]  # routers, and notes on missing ones
+
+
+async def routers_to_ask(named: str | None, config: Config) -> Found:
     """Find the routers to ask, at least one.
 
     Args:

@@ -43,6 +43,7 @@ from extproc.request.prefix import NO_PREFIX, Prefix
 from extproc.request.profile import RequestProfile
 
 _VIEW_COLUMNS = len(Columns.__annotations__)
+_PROGRESS_S = 1.2  # longer than the longest pause between two polls (``poll.interval_s``)
 
 
 class Fleet:
@@ -229,8 +230,16 @@ class Fleet:
 
     @property
     def external_requests(self) -> float:
-        """Sequences that no router accounts for, on all replicas together."""
-        return float(self._replicas.external.sum())
+        """Sequences that no router accounts for, on all replicas together.
+
+        Replicas whose figures do not move are left out, because their figures may be old. The
+        result is 0 while a peer does not count, because its requests look external.
+        """
+        progresses = self.eligibility.progresses
+        if not self.peers.all_count:
+            return 0.0
+        rows = [row for name, row in self._rows.items() if progresses(name, _PROGRESS_S)]
+        return float(self._replicas.external[rows].sum())
 
     def in_flight_on(self, replica: str) -> int:
         row = self._rows.get(replica)

@@ -96,6 +96,11 @@ class Peers:
         """True if there are peers and none counts."""
         return len(self) > 0 and not self.counted
 
+    @property
+    def all_count(self) -> bool:
+        """True if every peer counts, or there are none."""
+        return bool(self._counts.all())
+
     def queued(self, priority: int) -> float:
         """Replica-seconds of the requests of a priority in the queues of the peers that count."""
         queues = zip(self._queued.values(), self._counts.tolist(), strict=True)

@@ -231,8 +231,8 @@ class RouterMetrics:
         )
         self.external_requests = gauge(
             "extproc_external_requests",
-            "Requests that polls find on replicas and no router accounts for; no value if the "
-            "router only observes some requests.",
+            "Requests that polls find on replicas and no router accounts for; 0 while another "
+            "router is late or lost, and no value if the router only observes some requests.",
             ["pool"],
         )
         self.replicas_needed = gauge(
@@ -240,7 +240,12 @@ class RouterMetrics:
             "Replicas that this router's load needs, requests in its queue included.",
             ["pool"],
         )
-        self.replicas = gauge("extproc_replicas", "Known replicas by health.", ["health"])
+        self.replicas = gauge(
+            "extproc_replicas",
+            "Known replicas by health: healthy, asleep (the engine sleeps), or unhealthy (the last "
+            "scrape failed).",
+            ["health"],
+        )
         self.state_age = gauge(
             "extproc_state_age_seconds",
             "Seconds since the last update of any replica, from pollers or Redis.",

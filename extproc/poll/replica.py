@@ -104,6 +104,10 @@ class PolledReplica:
     def healthy(self) -> bool:
         return self.state is not None and self.state.healthy
 
+    @property
+    def asleep(self) -> bool:
+        return self.state is not None and self.state.asleep
+
     def mark(self, target: Target) -> None:
         """Takes over ``draining`` and ``ready`` of the target; publishes a change at once."""
         before, self.target = self.target, target

@@ -64,7 +64,8 @@ class PollMetrics:
             "Replicas that this poller scrapes; maybe none if several pollers share few replicas.",
         )
         self.healthy = gauge(
-            "extproc_poll_replicas_healthy", "Replicas whose last scrape succeeded."
+            "extproc_poll_replicas_healthy",
+            "Replicas whose last scrape succeeded and whose engine is awake.",
         )
 
     def skipped(self, reason: str, number: int) -> None:

@@ -66,12 +66,14 @@ class Housekeeping:
         usable = len(fleet.members) - len(excluded)
         needed = pool.demand.replicas(pool.queue, 1 + len(fleet.peers), usable)
         self._metrics.replicas_needed.labels(name).set(needed)
-        if pool.config.serve.steers_all:  # otherwise observed requests count as external at first
-            self._metrics.external_requests.labels(name).set(fleet.external_requests)
-            pool.external.add(fleet.external_requests)
         pool.routers.look(fleet.peers.addresses, now, fleet.peers.take_stopped())
         if fleet.pollers is not None and not self._delays.redis_refusal:  # pollers are known
             pool.pollers.look(fleet.pollers, now, fleet.stopped_pollers)
+        if pool.config.serve.steers_all:  # otherwise observed requests count as external at first
+            # The requests of a lost router look external until they end.
+            external = 0.0 if pool.routers.lost else fleet.external_requests
+            self._metrics.external_requests.labels(name).set(external)
+            pool.external.add(external)
         yield from excluded.items()
 
     def _set_gauges(self) -> None:
@@ -89,9 +91,11 @@ class Housekeeping:
                 if fleet.eligibility.conditions[state.id].frozen
             ),
         )
-        healthy = sum(state.healthy for state in states)
-        metrics.replicas.labels("healthy").set(healthy)
-        metrics.replicas.labels("unhealthy").set(len(states) - healthy)
+        healthy = [state for state in states if state.healthy]
+        asleep = sum(state.asleep for state in healthy)
+        metrics.replicas.labels("healthy").set(len(healthy) - asleep)
+        metrics.replicas.labels("asleep").set(asleep)
+        metrics.replicas.labels("unhealthy").set(len(states) - len(healthy))
         waiting = [pair for pool in pools for pair in pool.queue.sizes().items()]
         shares = [pair for pool in pools for pair in pool.queue.shares().items()]
         metrics.set_waiting(waiting, shares)

@@ -55,6 +55,8 @@ class GrpcServer:
     Handlers receive and return raw bytes, so that no message is parsed twice.
     """
 
+    _server: grpc.aio.Server  # since :meth:`start`
+
     def __init__(self, *pools: Services, keepalive_s: float = 20.0) -> None:
         """Creates a server that does not listen yet; the first pool serves streams that name none.
 
@@ -73,28 +75,33 @@ class GrpcServer:
         self._stopping = False
         services.metrics.open_streams.set_function(lambda: len(self._exchanges))
         keepalive_ms = round(keepalive_s * 1000)
-        options = [
+        self._options = [
             *_OPTIONS,
             ("grpc.max_concurrent_streams", serve.max_streams),  # per connection
             ("grpc.keepalive_time_ms", keepalive_ms),
             ("grpc.keepalive_timeout_ms", keepalive_ms),
             ("grpc.http2.ping_timeout_ms", keepalive_ms),  # of any ping; only one is open at a time
         ]
-        with batch_scheduled_threads():
-            self._server = grpc.aio.server(options=options)
         self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        methods = {"Process": grpc.stream_stream_rpc_method_handler(self._process)}
-        handler = grpc.method_handlers_generic_handler(SERVICE, methods)
-        self._server.add_generic_rpc_handlers((handler,))
 
     # -- the server -------------------------------------------------------------------------
 
     async def start(self, address: str) -> int:
-        """Listens on ``host:port``; returns the port, which the system chooses for port 0."""
-        port = open_port(self._server, address, self._settings, "serve")
+        """Listens on ``host:port``; returns the port, which the system chooses for port 0.
+
+        Raises:
+            OSError, ValueError: as :func:`~extproc.proxy.transport.open_port`. No gRPC server is
+                left: at exit, gRPC prints an error about each server that was never stopped.
+        """
+        methods = {"Process": grpc.stream_stream_rpc_method_handler(self._process)}
+        handler = grpc.method_handlers_generic_handler(SERVICE, methods)
         with batch_scheduled_threads():
-            await self._server.start()
+            server = grpc.aio.server(options=self._options)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+            server.add_generic_rpc_handlers((handler,))
+            port = open_port(server, address, self._settings, "serve")
+            await server.start()
+        self._server = server
         await self._health.set(_LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self._report_readiness()
         return port

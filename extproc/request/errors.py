@@ -9,6 +9,14 @@ from extproc.request.endpoint import Endpoint
 
 _MOST_NAMED = 50  # models named in a message
 _LONGEST_S = 3600.0  # of ``retry-after``
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",  # Anthropic's own status is 529
+}
+"""Type of an error in Anthropic's form, by status (https://docs.claude.com/en/api/errors)."""
 
 
 class Refusal(Exception):  # noqa: N818 - an answer to the client
@@ -23,7 +31,6 @@ class Refusal(Exception):  # noqa: N818 - an answer to the client
 
     status = 500  # of the HTTP answer
     kind = "internal_error"  # ``type`` of the error in OpenAI's form
-    anthropic_kind = "api_error"  # ``type`` in Anthropic's form
     retry_after = 0  # seconds; 0: no header
 
     def __init__(
@@ -44,7 +51,7 @@ class BadRequest(Refusal):
     """The body is wrong for any model and replica."""
 
     status = 400
-    kind = anthropic_kind = "invalid_request_error"
+    kind = "invalid_request_error"
 
 
 class NoModel(Refusal):
@@ -52,7 +59,6 @@ class NoModel(Refusal):
 
     status = 404
     kind = "invalid_request_error"
-    anthropic_kind = "not_found_error"
 
     def __init__(self, model: str, known: Sequence[str]) -> None:
         named = ", ".join(f"`{name}`" for name in known[:_MOST_NAMED])
@@ -66,7 +72,6 @@ class NoReplica(Refusal):
 
     status = 503
     kind = "service_unavailable_error"
-    anthropic_kind = "overloaded_error"
     retry_after = 1
 
 
@@ -74,14 +79,15 @@ class Saturated(Refusal):
     """The replicas are so busy that the request would wait too long."""
 
     status = 429
-    kind = anthropic_kind = "rate_limit_error"
+    kind = "rate_limit_error"
     retry_after = 1
 
 
 def error_body(error: Refusal, endpoint: Endpoint | None = None) -> bytes:
     """Return the JSON body of the answer, in the form of Anthropic's or OpenAI's endpoints."""
     if endpoint in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS):
-        described = {"type": error.anthropic_kind, "message": str(error)}
+        kind = _ANTHROPIC_TYPES.get(error.status, "api_error")
+        described = {"type": kind, "message": str(error)}
         return to_json({"type": "error", "error": described})
     described = {"message": str(error), "type": error.kind}
     return to_json({"error": described | {"param": error.param, "code": error.code}})

@@ -25,6 +25,7 @@ from tests.certificates import Authority
 from tests.conftest import RedisServer
 from tests.fakes import ManualClock, chat, state
 from tests.observe.conftest import decide, serving
+from tests.observe.terminal import on_terminal
 
 pytestmark = pytest.mark.process
 
@@ -228,6 +229,22 @@ async def test_top_shows_the_fleet_of_a_router_that_answers(
     (row,) = (line for line in lines if line.startswith(f"{HERE} "))
     assert set(row.split()[1:]) == {"-"}
     assert any(f"the fleet as {THERE} knows it" in line for line in lines)
+
+
+@pytest.mark.usefixtures("asks")
+async def test_top_follows_routers_that_start_and_stop(
+    first: Services, second: Services, publish: Publish, redis_client: Redis
+) -> None:
+    one, other = (f"{gethostname()}:{port}" for port in (50061, 50062))
+    async with serving(first) as here, serving(second) as there:
+        await publish(one, here)
+        async with on_terminal("top") as top:
+            await top.shows("1 of 1 replicas in use", but_not=f"{one} ")
+            await publish(other, there)
+            await top.shows(f"\n{other} ")
+            farewell = Digest(f"{one}:default", 2, 1.0, DigestKind.FAREWELL, (), NOTHING)
+            await send_digest(redis_client, Keys("default"), farewell)
+            await top.shows("1 of 1 replicas in use", but_not=f"{other} ")
 
 
 async def test_token_goes_to_no_router_without_the_certificate(

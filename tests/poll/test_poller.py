@@ -447,6 +447,17 @@ async def test_replica_that_leaves_while_redis_hangs_is_removed_later(
             await router.until(lambda states: set(states) == {second.id})
 
 
+async def test_poller_counts_healthy_replicas_whose_engine_is_awake(
+    redis_server: RedisServer, replica: ScriptedReplica
+) -> None:
+    async with serving() as sleeping:
+        sleeping.answers["/metrics"] = text(page(asleep=True))
+        settings = config(redis_server, replica, sleeping, ScriptedReplica())
+        async with watching(settings) as router:
+            await router.until(lambda states: len(states) == 3)
+            assert 'replicas_healthy{pool="default"} 1.0' in await metrics_of(settings)
+
+
 async def test_poller_scrapes_on_without_redis_and_rewrites_all_states(
     redis_server: RedisServer, replica: ScriptedReplica, logged: Logged
 ) -> None:

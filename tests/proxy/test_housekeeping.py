@@ -37,6 +37,44 @@ async def test_external_load_is_a_figure_of_routers_that_route_every_request(
     assert samples(services.metrics.external_requests) == external
 
 
+OTHER = "10.0.0.2:50051:1f"
+FRESH = {
+    "sent by no router": ((1, 2, 3, 4), {}, 3.0),
+    "figures do not move": ((1, 1, 1, 1), {}, 0.0),
+    "another router is late": ((1, 2, 3, 4), {0: OTHER}, 0.0),
+    "another router is lost": ((1, 2, 3, 4), {0: OTHER, 2: "own"}, 0.0),
+}
+
+
+@pytest.mark.parametrize(("steps", "digests", "external"), FRESH.values(), ids=FRESH)
+async def test_external_load_needs_fresh_polls_and_fresh_digests_of_all_routers(
+    steps: tuple[float, ...], digests: dict[int, str], external: float
+) -> None:
+    """``steps`` of the replica at each poll, a second apart; ``digests``: poll → router."""
+    clock = ManualClock(1000.0)
+    services = build(config_of(), CollectorRegistry(), clock, clock)
+    put_replicas(services, 1)
+    services.fleet.dispatch(replica(1), chat(100, 1000))
+    for number, made in enumerate(steps):
+        clock.advance(1.0)
+        if name := digests.get(number, "").replace("own", services.fleet.router):
+            digest = Digest(name, 1, clock(), DigestKind.WHOLE, (), NOTHING)
+            services.fleet.receive_digest(digest)
+        put_replicas(services, 1, running=4, steps=made)
+        await one_pass(services)
+    assert bool(services.routers.lost) is (len(digests) == 2)
+    assert samples(services.metrics.external_requests) == {("default",): external}
+
+
+async def test_sleeping_replica_is_not_counted_as_healthy() -> None:
+    services = router_of(config_of())
+    for number, figures in enumerate(({}, {"asleep": True}, {"healthy": False}), start=1):
+        put_replicas(services, number, **figures)
+    await one_pass(services)
+    counts = {("healthy",): 1, ("asleep",): 1, ("unhealthy",): 1}
+    assert samples(services.metrics.replicas) == counts
+
+
 async def test_requests_in_flight_are_counted_at_the_time_of_the_scrape() -> None:
     services = router_of(config_of())
     put_replicas(services, 1)

@@ -1,8 +1,11 @@
 """Start, health and stop of the gRPC server."""
 
 import asyncio
+import gc
+import socket
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
@@ -36,6 +39,22 @@ async def serving(channel: grpc.aio.Channel) -> list[str]:
         if answer.status == health_pb2.HealthCheckResponse.SERVING:
             found.append(service)
     return found
+
+
+def grpc_servers() -> int:
+    gc.collect()
+    return sum(isinstance(each, grpc.aio.Server) for each in gc.get_objects())
+
+
+async def test_router_that_cannot_listen_leaves_no_grpc_server(services: Services) -> None:
+    """At exit, gRPC prints an error about each server that was never stopped."""
+    before, server = grpc_servers(), GrpcServer(services)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(OSError, match="cannot listen for Envoy"),
+    ):
+        await server.start(f"127.0.0.1:{taken.getsockname()[1]}")
+    assert grpc_servers() <= before
 
 
 async def test_drain_waits_for_open_streams(services: Services) -> None:

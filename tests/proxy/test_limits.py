@@ -90,9 +90,9 @@ class TestBodies:
             assert chunk_of(await stream.read()) == (BEGUN + b"a" * 4000, False)
         put_replicas(services, 3, models=("other",))
         async with envoy.stream() as nameless:
-            await nameless.write_headers()
+            await nameless.write_headers("/v1/messages")
             await nameless.write_body(BEGUN.replace(b"model", b"other") + b"a" * 4000, False)
-            assert error_of(await nameless.read())["code"] == "no_memory"
+            assert error_of(await nameless.read())["type"] == "overloaded_error"
         await until(lambda: services.body_memory.free == 100)
 
     async def test_stalled_bodies_are_evicted_for_a_body_beyond_all_memory(

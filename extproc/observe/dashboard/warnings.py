@@ -167,13 +167,13 @@ def _external(pool: ObservedPool) -> Iterator[str]:
 
 
 def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
-    members, reasons = pool.fleet.members, defaultdict[tuple[str, bool], list[str]](list)
+    members, reasons = pool.fleet.members, defaultdict[tuple[str, str], list[str]](list)
     for replica in view.excluded:
         state = members.get(replica.id)
         if state is None or not state.draining:
             since = pool.exclusions.since(replica.id)
             why = f"{replica.why} (since {since})" if since else replica.why
-            reasons[why, state is not None and _is_dead(state)].append(replica.name)
+            reasons[why, _remedy(state) if state else ""].append(replica.name)
     if len(view) and not any(state.healthy for state in members):
         hold, waits = pool.config.hold, pool.config.serve.steers_all
         longest_s = min(hold.empty_s, hold.longest_s) if waits else 0.0
@@ -182,18 +182,22 @@ def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
             consequence = "Envoy's fallback policy chooses"
         yield Costly(f"No replica is healthy: {consequence}.")
     by_size = sorted(reasons.items(), key=lambda reason: -len(reason[1]))
-    for (why, dead), names in by_size[:_MOST_REASONS]:
+    for (why, remedy), names in by_size[:_MOST_REASONS]:
         subject = _listed(sorted(names, key=natural))
         if 1 < len(names) == len(view):
             subject = f"All {len(names)} replicas are"
-        remedy = f" Restart {'them' if names[1:] else 'it'}." if dead else ""
-        yield f"{subject} excluded: {why}.{remedy}"
+        it, its = ("them", "their") if names[1:] else ("it", "its")
+        yield f"{subject} excluded: {why}.{remedy.format(it=it, its=its)}"
     if rest := sum(len(names) for _, names in by_size[_MOST_REASONS:]):
         yield f"{rest} more replicas are excluded for other reasons."
 
 
-def _is_dead(state: ReplicaState) -> bool:
-    return not state.healthy and (state.refuses or state.unanswered_s > 0.0)
+def _remedy(state: ReplicaState) -> str:
+    """Return what a person has to do so that excluded replicas are used again; empty: it depends
+    on the reason. ``{it}`` and ``{its}`` stand for the replicas."""
+    if not state.healthy and (state.refuses or state.unanswered_s > 0.0):
+        return " Restart {it}."
+    return " Wake {it} up: send POST /wake_up to {its} own address." if state.asleep else ""
 
 
 def _not_followed(pool: ObservedPool) -> Iterator[str]:

@@ -362,15 +362,16 @@ def test_warning_names_replicas_in_order(services: Services) -> None:
 @pytest.mark.parametrize(
     ("figures", "warning"),
     [
-        ({"problem": "refused", "refuses": True}, "refused. Restart it."),
-        ({"problem": "hangs", "unanswered_s": 4.0}, "hangs. Restart it."),
-        ({"problem": "/health answered 503"}, "/health answered 503."),
+        ({"healthy": False, "problem": "refused", "refuses": True}, "refused. Restart it."),
+        ({"healthy": False, "problem": "hangs", "unanswered_s": 4.0}, "hangs. Restart it."),
+        ({"healthy": False, "problem": "/health answered 503"}, "/health answered 503."),
+        ({"asleep": True}, "its engine sleeps. Wake it up: send POST /wake_up to its own address."),
     ],
 )
-def test_warning_of_a_killed_or_hung_replica_names_the_remedy(
+def test_warning_of_a_killed_hung_or_sleeping_replica_names_the_remedy(
     services: Services, figures: dict[str, Any], warning: str
 ) -> None:
-    poll(services, 2, healthy=False, **figures)
+    poll(services, 2, **figures)
     assert warnings(services) == [f"r2 is excluded: {warning}"]
 
 

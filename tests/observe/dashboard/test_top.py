@@ -2,11 +2,8 @@
 
 import asyncio
 import os
-import pty
-import signal
 import sys
-import termios
-from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +22,7 @@ from tests.fakes import chat, replica
 from tests.large import thousand_states
 from tests.observe.conftest import Run, decide, serving
 from tests.observe.dashboard.conftest import poll
-from tests.waiting import PATIENCE_S
+from tests.observe.terminal import on_terminal
 
 STYLE = (Path(dashboard.__file__).parent / "page" / "style.css").read_text()
 
@@ -121,48 +118,17 @@ async def test_reader_that_leaves_ends_a_command_without_an_error(
     assert (process.returncode, errors) == (141, b"")
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Lets child processes end on SIGINT, even if pytest is a background job of a shell, which
-    ignores SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.process
-@pytest.mark.usefixtures("interruptible")
 async def test_terminal_is_redrawn_until_interrupted(services: Services) -> None:
     address = f"127.0.0.1:{free_port()}"
-    master, slave = pty.openpty()
-    termios.tcsetwinsize(slave, (24, 100))
-    output, more = bytearray(), asyncio.Event()
-
-    def read() -> None:
-        output.extend(os.read(master, 65536))
-        more.set()
-
-    async def shows(text: bytes, times: int = 1) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while output.count(text) < times:
-                more.clear()
-                await more.wait()
-
-    asyncio.get_running_loop().add_reader(master, read)
-    async with serving(services, address=address):
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "extproc", "top", "--router", address,
-            stdin=slave, stdout=slave, stderr=slave,
-        )  # fmt: skip
-        await shows(b"4 of 4 replicas in use")
-        poll(services, 4, healthy=False, problem="/health answered 503")
-        await shows(b"r4 is excluded")
-    await shows(b"! no router answers")  # above the last snapshot
-    async with serving(services, address=address):
-        await shows(b"3 of 4 replicas in use", output.count(b"3 of 4") + 2)
-        process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
-    assert b"Traceback" not in output
-    asyncio.get_running_loop().remove_reader(master)
-    os.close(master)
-    os.close(slave)
+    async with AsyncExitStack() as stack:
+        async with serving(services, address=address):
+            top = await stack.enter_async_context(on_terminal("top", "--router", address))
+            await top.shows("4 of 4 replicas in use")
+            poll(services, 4, healthy=False, problem="/health answered 503")
+            await top.shows("r4 is excluded")
+        await top.shows("! no router answers")  # above the last snapshot
+        async with serving(services, address=address):
+            await top.shows("3 of 4 replicas in use", "! no router answers")
+            assert await top.interrupt() == 0
+    assert "Traceback" not in top.output
