@@ -167,15 +167,17 @@ def test_router_that_is_not_ready_gets_no_requests() -> None:
         assert "publishNotReadyAddresses" not in OBJECTS[f"Service-{name}"]["spec"]
 
 
-def test_envoy_asks_the_service_of_routers_while_dns_names_no_living_router() -> None:
+def test_envoy_asks_a_service_of_all_routers_while_dns_names_no_living_router() -> None:
     pods, service = envoy_clusters()["router"]["load_assignment"]["endpoints"]
     assert "priority" not in pods
     assert service["priority"] == 1
-    for group, name in ((pods, "extproc-router-pods"), (service, "extproc-router")):
+    for group, name in ((pods, "extproc-router-pods"), (service, "extproc-router-any")):
         (item,) = group["lb_endpoints"]
         assert item["endpoint"]["address"]["socket_address"]["address"] == name
     assert OBJECTS["Service-extproc-router-pods"]["spec"]["clusterIP"] == "None"
-    assert "clusterIP" not in OBJECTS["Service-extproc-router"]["spec"]
+    of_all = OBJECTS["Service-extproc-router-any"]["spec"]
+    assert "clusterIP" not in of_all
+    assert of_all["publishNotReadyAddresses"], "health checks are sooner than probes of pods"
 
 
 def test_memory_limit_of_routers_fits_their_streams(config: Config) -> None:
@@ -212,7 +214,7 @@ def test_envoy_and_processes_use_existing_services(config: Config) -> None:
         for group in cluster.get("load_assignment", {}).get("endpoints", ())
         for item in group["lb_endpoints"]
     ]
-    for name in ("extproc-router", "extproc-router-pods", "extproc-eds"):
+    for name in ("extproc-router-any", "extproc-router-pods", "extproc-eds"):
         service = OBJECTS[f"Service-{name}"]["spec"]
         assert {"address": name, "port_value": service["ports"][0]["port"]} in known
     assert config.redis.options["host"] == "extproc-redis"
