@@ -163,6 +163,6 @@ ROUTE_RULES = (
         "the route does not retry on {}: until the router ejects a replica that is dead or "
         "answers 500, clients get its failures, though the router names a second choice. Write "
         'retry_policy: {{retry_on: "connect-failure,refused-stream,reset,retriable-status-codes", '
-        "retriable_status_codes: [500, 502, 503], num_retries: 1}}"),
+        "retriable_status_codes: [401, 403, 500, 502, 503], num_retries: 1}}"),
 )
 # fmt: on

@@ -113,7 +113,7 @@ class Eligibility:
         return seconds
 
     def succeeded(self, replica: str) -> bool:
-        """Notes an answer with a status below 500; returns True if that ends an ejection."""
+        """Notes an answer with a status below 400; returns True if that ends an ejection."""
         self.response_seen(replica)
         member = self.conditions.get(replica)
         if member is None or not member.ejection.failures:

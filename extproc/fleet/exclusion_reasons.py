@@ -52,9 +52,9 @@ STALLED = Reason(
 )
 FAILING = Reason(
     "failing",
-    f"{TOLERATED} requests in a row that failed or could not be sent; a request that also fails on "
-    "a second replica does not count | "
-    "an answer below 500 | "
+    f"{TOLERATED} requests in a row that failed or could not be sent; a request to which a second "
+    "replica answers an error, too, does not count | "
+    "an answer below 400 | "
     f"{FIRST_EJECTION_S:g} s, twice as long after each failed trial, at most "
     f"{LONGEST_EJECTION_S:g} s | none; after this time, one request as a trial | half of the "
     "replicas, at least one",

@@ -149,7 +149,7 @@ class RouterMetrics:
         self.failures = counts(
             "extproc_failures_total",
             "Requests that a replica answered with 500 to 599, or that Envoy retried on another "
-            "replica.",
+            "replica, unless the second answered with 400 to 499.",
             ["replica"],
         )
         self.excluded = gauge(

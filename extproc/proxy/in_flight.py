@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _OVERLOADED = "x-envoy-overloaded"  # in answers of Envoy itself while a circuit breaker is full
 _OK, _UNAVAILABLE = 200, 503
-_RETRIED = "no connection, a reset or a 5xx status: Envoy retried elsewhere"
+_RETRIED = "no connection, a reset or an error status: Envoy retried elsewhere"
 """Reason of a retry; Envoy does not report which of the three occurred."""
 _RESPONSE_HEADERS = frozenset({"content-type", _OVERLOADED})
 
@@ -168,6 +168,11 @@ class InFlight:
         failed = status >= 500 and not self.outcome.overloaded
         if reason is not None and self.served_by == chosen:
             return  # a server that no poller knows answered
+        if 400 <= status < 500:
+            # The request may be the cause: the answer is no success, and if Envoy retried the
+            # request, the first replica did not fail.
+            services.fleet.eligibility.response_seen(self.served_by)
+            return
         # A request that fails on two replicas may itself be the cause: neither failure counts.
         # Without a connection to the second replica, both failures count.
         counts = upstream.is_unsent or not (retried and failed)

@@ -4,8 +4,10 @@ import asyncio
 import re
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from math import log2
+
+import pytest
 
 from extproc.ground.clock import monotonic
 from extproc.lab.harness.stack import MODEL
@@ -154,8 +156,11 @@ async def test_dead_replica_gets_no_requests_until_restart(
     assert "fast-1" not in {answer.decision["replica_name"] for answer in later}
 
 
-async def test_replica_that_fails_fast_is_ejected_until_healthy(client: EnvoyClient) -> None:
-    async with client.simulating("fast-2", fail=500):
+@pytest.mark.parametrize("status", [500, 401])
+async def test_replica_that_fails_fast_is_ejected_until_healthy(
+    client: EnvoyClient, status: int
+) -> None:
+    async with client.simulating("fast-2", fail=status):
         began = monotonic()
         turns = [await client.chat(headers=IN_TURN) for _ in range(8)]
         answers = turns + [await client.chat() for _ in range(32)]
@@ -166,6 +171,23 @@ async def test_replica_that_fails_fast_is_ejected_until_healthy(client: EnvoyCli
         lambda: client.chat(headers=IN_TURN, status=None),
         lambda now: (now.status, now.decision["replica_name"]) == (200, "fast-2"),
     )
+
+
+async def test_wrong_key_of_client_ejects_no_replica(
+    client: EnvoyClient, stack: PatientStack
+) -> None:
+    async def failures() -> list[float]:
+        names = [f'extproc_failures_total{{replica="{each["id"]}"}}' for each in replicas]
+        return [await client.metric(name) for name in names]
+
+    replicas = await client.replicas()
+    before = await failures()
+    async with AsyncExitStack() as refusing:
+        for replica in stack.replicas:
+            await refusing.enter_async_context(client.simulating(replica.name, fail=401))
+        answers = [await client.chat(status=401) for _ in range(10)]
+    assert not any(answer.decision["excluded"] for answer in answers)
+    assert await failures() == before
 
 
 async def test_sigterm_lets_open_streams_end(client: EnvoyClient, stack: PatientStack) -> None:

@@ -88,7 +88,7 @@ class LoadedReplica:
     def _send(self, now: float) -> None:
         ticket = self.fleet.dispatch(replica(1), chat(PROMPT, OUTPUT))
         if self.refuses:
-            self.fleet.eligibility.succeeded(replica(1))  # 400
+            self.fleet.eligibility.response_seen(replica(1))  # 400
             self.fleet.release(ticket, prefilled=False)
             return
         first_token_at = max(self._engine_free_at, now) + self.prefill_s

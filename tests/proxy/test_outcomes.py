@@ -165,11 +165,23 @@ async def test_ejection_and_recovery_are_logged(
     assert recovered["levelname"] == "INFO"
 
 
+@pytest.mark.parametrize(("status", "ejected"), [(200, False), (400, True), (401, True)])
+async def test_only_a_success_ends_an_ejection(
+    envoy: EnvoySide, services: Services, clock: ManualClock, status: int, ejected: bool
+) -> None:
+    for _ in range(5):  # a replica gets three of the five
+        await envoy.converse(status=500)
+    clock.advance(1.1)
+    for _ in range(5):
+        await envoy.converse(status=status)
+    assert bool(services.fleet.view("llama").excluded) == ejected
+
+
 @pytest.mark.parametrize(
     ("served_by", "status", "flags", "last"),
     [
         ("", 503, CONNECTION_FAILED, "no connection"),
-        (replica(2), 200, 0, "no connection, a reset or a 5xx status: Envoy retried elsewhere"),
+        (replica(2), 200, 0, "no connection, a reset or an error status: Envoy retried elsewhere"),
     ],
 )
 async def test_ejection_names_the_last_failure(
@@ -344,6 +356,16 @@ async def test_request_that_fails_on_two_replicas_counts_only_if_the_second_refu
             _first, second = destination(await stream.ask())
             await stream.answer(status=status, upstream=second, flags=flags)
     assert bool(services.fleet.view("llama").excluded) == counts
+
+
+@pytest.mark.parametrize(("status", "failed"), [(200, True), (500, True), (401, False)])
+async def test_retry_is_no_failure_if_the_second_replica_answers_4xx(
+    stream: Stream, services: Services, registry: CollectorRegistry, status: int, failed: bool
+) -> None:
+    first, second = destination(await stream.ask())
+    await stream.answer(status=status, upstream=second)
+    assert bool(value(registry, "failures_total", {"replica": first})) == failed
+    assert services.fleet.eligibility.has_suspects == (status == 200)
 
 
 async def test_request_in_flight_keeps_no_candidates() -> None:
