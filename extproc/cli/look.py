@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from extproc.cli.arguments import CommandError, whole
 from extproc.cli.configuration import add_file, configured
-from extproc.cli.routers import AskedRouter, Found, routers_to_ask
+from extproc.cli.routers import AskedRouter, FoundRouters, routers_to_ask
 from extproc.cli.screen import RouterView, draw, screen
 from extproc.config import AdminSettings, Config
 from extproc.ground.runtime import started
@@ -124,7 +124,7 @@ async def _top(args: argparse.Namespace, config: Config) -> str:
     found = await routers_to_ask(args.router, config)
     terminal, changed = sys.stdout.isatty(), asyncio.Event()
     once = args.once or not terminal
-    views = dict[AskedRouter, RouterView]()
+    views, drawn = dict[AskedRouter, RouterView](), False
     while True:
         routers, notes = found
         new = {router: RouterView(router.name or router.admin) for router in routers}
@@ -136,7 +136,8 @@ async def _top(args: argparse.Namespace, config: Config) -> str:
             while not looking.done():
                 await changed.wait()
                 changed.clear()
-                if not any(view.snapshot for view in shown) and all(view.error for view in shown):
+                silent = not any(view.snapshot for view in shown)
+                if not drawn and silent and all(view.error for view in shown):
                     problems = map(printable, (*notes, *(view.error for view in shown)))
                     raise RouterUnavailableError("\n".join(problems))
                 enough = all if once else any
@@ -147,10 +148,13 @@ async def _top(args: argparse.Namespace, config: Config) -> str:
                 if once:
                     return "\n".join(lines)
                 draw(lines)
+                drawn = True
         found = looking.result()
 
 
-async def _other_routers(found: Found, args: argparse.Namespace, config: Config) -> Found:
+async def _other_routers(
+    found: FoundRouters, args: argparse.Namespace, config: Config
+) -> FoundRouters:
     """Wait until Redis names other routers than those of ``found``; return them."""
     while True:
         await asyncio.sleep(_LOOK_AGAIN_S)

@@ -27,10 +27,10 @@ class AskedRouter:
         return f"router {self.name}: {error}" if self.name else str(error)
 
 
-Found = tuple[Sequence[AskedRouter], Sequence[str]]  # routers, and notes on missing ones
+FoundRouters = tuple[Sequence[AskedRouter], Sequence[str]]  # routers, and notes on missing ones
 
 
-async def routers_to_ask(named: str | None, config: Config) -> Found:
+async def routers_to_ask(named: str | None, config: Config) -> FoundRouters:
     """Find the routers to ask, at least one.
 
     Args:

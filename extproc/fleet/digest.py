@@ -57,7 +57,7 @@ class Digest(msgspec.Struct, eq=False, array_like=True):
     replicas: tuple[str, ...]  # ``ip:port``
     figures: Floats  # shape (FIGURES, replicas)
     admin: str = ""  # ``host:port`` of the router's admin server, in whole digests; empty: unknown
-    queued: dict[int, Finite] = {}  # replica-seconds of the requests in its queue, by priority
+    queued: dict[int, Finite] = {}  # replica-seconds that wait in the router's queue, by priority
 
     def __post_init__(self) -> None:
         if self.admin:

@@ -43,7 +43,7 @@ from extproc.request.prefix import NO_PREFIX, Prefix
 from extproc.request.profile import RequestProfile
 
 _VIEW_COLUMNS = len(Columns.__annotations__)
-_PROGRESS_S = 1.2  # longer than the longest pause between two polls (``poll.interval_s``)
+_MOVED_WITHIN_S = 2.5  # longer than two polls that are at most 1.1 s apart, and a slow scrape
 
 
 class Fleet:
@@ -238,7 +238,7 @@ class Fleet:
         progresses = self.eligibility.progresses
         if not self.peers.all_count:
             return 0.0
-        rows = [row for name, row in self._rows.items() if progresses(name, _PROGRESS_S)]
+        rows = [row for name, row in self._rows.items() if progresses(name, _MOVED_WITHIN_S)]
         return float(self._replicas.external[rows].sum())
 
     def in_flight_on(self, replica: str) -> int:

@@ -101,10 +101,11 @@ class Peers:
         """True if every peer counts, or there are none."""
         return bool(self._counts.all())
 
-    def queued(self, priority: int) -> float:
-        """Replica-seconds of the requests of a priority in the queues of the peers that count."""
+    def queued(self, priority: int, most: float) -> float:
+        """Replica-seconds of the requests of a priority in the queues of the peers that count; at
+        most ``most`` for each peer."""
         queues = zip(self._queued.values(), self._counts.tolist(), strict=True)
-        return sum(queue.get(priority, 0.0) for queue, counts in queues if counts)
+        return sum(min(queue.get(priority, 0.0), most) for queue, counts in queues if counts)
 
     # -- digests ----------------------------------------------------------------------------
 

@@ -232,7 +232,7 @@ class RouterMetrics:
         self.external_requests = gauge(
             "extproc_external_requests",
             "Requests that polls find on replicas and no router accounts for; 0 while another "
-            "router is late or lost, and no value if the router only observes some requests.",
+            "router's digests are late, and no value if the router only observes some requests.",
             ["pool"],
         )
         self.replicas_needed = gauge(

@@ -37,6 +37,15 @@ class Prediction(Struct, eq=False):
     """KV tokens of sequences that vLLM would preempt rather than this request; None: no candidate
     schedules by priority."""
 
+    later: Floats | float = 0.0  # part of ``ttft`` and ``completion`` due to ``queue``
+
+    def start_now(self, at: int) -> None:
+        """Takes the wait at the router out of the prediction for the candidate ``at``."""
+        if isinstance(self.later, np.ndarray):
+            for times in (self.ttft, self.completion):
+                times[at] -= self.later[at]
+        self.queue[at] = 0.0
+
     @property
     def cost_weight(self) -> Floats:
         """Weight of the cost to others, 0…1 (:func:`~extproc.route.policies.completion`).
@@ -262,17 +271,17 @@ def add_adapter(prediction: Prediction, times: AdapterTimes) -> None:
 
 
 def add_queue_wait(
-    prediction: Prediction, wait: Floats, queued: Floats | float, batch: Floats
+    prediction: Prediction, view: FleetView, wait: Floats, queued: Floats | float
 ) -> None:
-    """Adds the wait at the router to a prediction. The wait for admission by the engine passes at
-    the same time, so the longer of the two counts.
+    """Adds the wait at the router to a prediction. The wait for admission by the engine and the
+    prefill of the prompts ahead pass at the same time, so the longer of the two times counts.
 
     :func:`predict` counts avoidable prefill once for each of the B decoding sequences and once for
     the cache. Here it counts once more for each of the requests ``queued`` for the replica.
     """
-    later = np.maximum(wait - prediction.admission, 0.0)
-    prediction.avoidable = prediction.avoidable * (1.0 + queued / (batch + 1.0))
-    prediction.queue = wait
+    later = np.maximum(wait - prediction.admission - backlog_s(view), 0.0)
+    prediction.avoidable = prediction.avoidable * (1.0 + queued / (view.batch + 1.0))
+    prediction.queue, prediction.later = wait, later
     prediction.ttft = prediction.ttft + later
     prediction.completion = prediction.completion + later
 

@@ -70,10 +70,8 @@ class Housekeeping:
         if fleet.pollers is not None and not self._delays.redis_refusal:  # pollers are known
             pool.pollers.look(fleet.pollers, now, fleet.stopped_pollers)
         if pool.config.serve.steers_all:  # otherwise observed requests count as external at first
-            # The requests of a lost router look external until they end.
-            external = 0.0 if pool.routers.lost else fleet.external_requests
-            self._metrics.external_requests.labels(name).set(external)
-            pool.external.add(external)
+            self._metrics.external_requests.labels(name).set(fleet.external_requests)
+            pool.external.add(fleet.external_requests)
         yield from excluded.items()
 
     def _set_gauges(self) -> None:

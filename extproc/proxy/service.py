@@ -89,9 +89,11 @@ class GrpcServer:
     async def start(self, address: str) -> int:
         """Listens on ``host:port``; returns the port, which the system chooses for port 0.
 
+        After an error no gRPC server is left: at exit, gRPC prints an error about each server that
+        was never stopped.
+
         Raises:
-            OSError, ValueError: as :func:`~extproc.proxy.transport.open_port`. No gRPC server is
-                left: at exit, gRPC prints an error about each server that was never stopped.
+            OSError, ValueError: as :func:`~extproc.proxy.transport.open_port`.
         """
         methods = {"Process": grpc.stream_stream_rpc_method_handler(self._process)}
         handler = grpc.method_handlers_generic_handler(SERVICE, methods)

@@ -131,7 +131,7 @@ class Backlog:
         return {at: float(load[1].sum()) for at, load in self._load.items() if load[0].any()}
 
     def ahead(
-        self, view: FleetView, place: Place, elsewhere: Callable[[int], float]
+        self, view: FleetView, place: Place, elsewhere: Callable[[int, float], float]
     ) -> tuple[Floats, Floats]:
         """Return the queued load that a request with this place would meet at each candidate.
 
@@ -140,18 +140,18 @@ class Backlog:
         Requests of higher priority go first. At the same priority T tenants take turns: if a tenant
         has w seconds of work queued, at most T·w seconds of work go before its last request.
 
-        Requests queued at other routers count as if they were like those here: they wait for the
-        same replicas, and the same share of them goes before the place. ``elsewhere`` returns their
-        replica-seconds at a priority.
+        The routers take turns, too: the queue of another router counts like the queue here, if it
+        has as much work of a priority, and otherwise in proportion. ``elsewhere`` returns the work
+        of that priority at all other routers, at each of them at most the given work.
         """
         requests, seconds = np.zeros((2, len(view)))
         for priority, load in self._load.items():
             if priority >= place.priority and load[0].any():
                 number, work = load.take(view.rows, axis=1, mode="clip")
                 here = float(load[1].sum())
-                times = 1.0 + elsewhere(priority) / here if here else 1.0
-                requests += times * number
-                seconds += times * self._share(priority, here, place) * work
+                scale = 1.0 + elsewhere(priority, here) / here if here > 0.0 else 1.0
+                requests += scale * number
+                seconds += scale * self._share(priority, here, place) * work
         free = view.max_num_seqs - view.batch - view.waiting
         return requests, np.maximum(seconds, 0.0) * np.where(free > 0.0, _RUNS_BEFORE, 1.0)
 

@@ -6,6 +6,7 @@ replica.
 """
 
 from math import log
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +27,17 @@ takes a tenth longer; with 0.1 s, an overload of conversations takes a tenth lon
 SOONEST_S = 0.02  # seconds: the shortest wait for a replica that is full
 
 
-def room_wait_s(situation: Situation, among_others: bool) -> Floats | None:
-    """Return the seconds until each candidate has room for the request; None if all have room.
+class RoomWait(NamedTuple):
+    """Wait until each candidate has room for a request."""
+
+    seconds: Floats
+    optional: NDArray[np.bool_]
+    """True: only the prompts ahead keep the request waiting. The engine can take the request now;
+    it ends there at the same time whether it waits at the router or in the engine."""
+
+
+def room_wait(situation: Situation, among_others: bool) -> RoomWait | None:
+    """Return the wait until each candidate has room for the request; None if all have room.
 
     A replica has no room if its KV cache would overflow, if another request already waits there for
     a place in the batch, or if the prompts ahead take more than 0.2 s. The first request that would
@@ -47,21 +57,21 @@ def room_wait_s(situation: Situation, among_others: bool) -> Floats | None:
     behind_first = admission(
         view, situation.sequences, others, profile.prompt_tokens - prediction.cached
     )
-    waits = (behind_first > 0.0) | (queue_s > _PREFILLS_S)
-    tight = waits | (pressure >= full)
-    if not tight.any():
+    behind, prompts_ahead, tight = behind_first > 0.0, queue_s > _PREFILLS_S, pressure >= full
+    if not (behind | prompts_ahead | tight).any():
         return None
     peak = _peak_pressure(situation)
-    tight &= waits | (np.maximum(peak, prediction.kv_pressure) >= full)
-    tight &= (view.requests > 0.0) & ~_is_too_large(profile, view)
-    if not tight.any():
+    tight &= np.maximum(peak, prediction.kv_pressure) >= full
+    tight |= behind
+    waits = (tight | prompts_ahead) & (view.requests > 0.0) & ~_is_too_large(profile, view)
+    if not waits.any():
         return None
     missing = (peak - full) * view.kv_capacity
     needed = missing + (view.kv_capacity - view.taken)
     wait = admission(view, situation.sequences, others, needed)
     for least in (behind_first, queue_s - _PREFILLS_S, SOONEST_S):
         wait = np.maximum(wait, least)
-    return np.where(tight, wait, 0.0)
+    return RoomWait(np.where(waits, wait, 0.0), waits & ~tight)
 
 
 def full_at(priority: int, among_others: bool) -> float:

@@ -5,6 +5,7 @@ from random import Random
 
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Generated
@@ -17,7 +18,7 @@ from extproc.route.decision import Choice, Decision, Forecast, Situation, runner
 from extproc.route.overrides import by_owner, by_policy, by_session, by_target, lateness
 from extproc.route.policies import POLICIES
 from extproc.route.reasons import seconds
-from extproc.route.room import SOONEST_S, room_wait_s
+from extproc.route.room import SOONEST_S, RoomWait, room_wait
 from extproc.route.waiting import Place
 
 _SMALL = 0.2
@@ -81,7 +82,7 @@ class Router:
         situation = Situation(
             profile, view, held, prediction, p90, sequences, self._random, self._turns, adapter
         )
-        waits = self._add_wait(situation, place)
+        optional = self._add_wait(situation, place)
         if profile.objective.has_target:
             waited = fleet.now - place.since if place else 0.0
             situation.late = lateness(profile.objective, prediction, self.error_quantiles, waited)
@@ -89,8 +90,8 @@ class Router:
             choice = by_owner(owner, situation)
         else:
             choice = self._choose(situation, policy)
-            if waits:
-                choice = _without_idle_wait(choice, prediction, place)
+            if optional is not None:
+                choice = _without_idle_wait(choice, prediction, place, optional)
         name = view.candidates.models[choice.first]
         self._turns[view.rows.item(choice.first)] = next(self._numbers)
         second = self._second(situation, choice, name)
@@ -134,32 +135,32 @@ class Router:
         row = lengths.row(profile)
         return max(lengths.expected(row, bound), fewest), max(lengths.p90(row, bound), fewest)
 
-    def _add_wait(self, situation: Situation, place: Place | None) -> bool:
+    def _add_wait(self, situation: Situation, place: Place | None) -> NDArray[np.bool_] | None:
         """Add to the prediction for each candidate the wait at the router: for room there, and for
-        the queued requests ahead. Return False if nothing was added."""
+        the queued requests ahead. Return for which candidates the wait is optional
+        (:class:`~extproc.route.room.RoomWait`); None if nothing was added."""
         backlog, peers = self._backlog, self.fleet.peers
         queued: Floats | float = 0.0
         if backlog is None or peers.stale:
-            return False
+            return None
         view, prediction = situation.view, situation.prediction
-        wait = room_wait_s(situation, among_others=peers.digest_age is not None)
-        if wait is not None:
-            wait *= self.fleet.reports_capacity(view.rows)
+        room = room_wait(situation, among_others=peers.digest_age is not None)
+        if room is None and not backlog:
+            return None
+        wait, optional = room or RoomWait(np.zeros(len(view)), np.zeros(len(view), dtype=bool))
+        wait *= self.fleet.reports_capacity(view.rows)
         if backlog:
             if place is None:
                 best, profile = int(prediction.completion.argmin()), situation.profile
                 cost = work(profile, prediction, view, best)
                 place = Place(profile, self.fleet.now, prediction.decode.item(best), cost)
-            wait = np.zeros(len(view)) if wait is None else wait
-            for at in (wait <= 0.0).nonzero()[0].tolist():
+            for at in ((wait <= 0.0) | optional).nonzero()[0].tolist():
                 if backlog.reserves(view.rows.item(at), place):
-                    wait[at] = SOONEST_S
+                    wait[at], optional[at] = max(wait.item(at), SOONEST_S), False
             queued, ahead_s = backlog.ahead(view, place, peers.queued)
             wait += ahead_s * (wait > 0.0)
-        if wait is None:
-            return False
-        add_queue_wait(prediction, wait, queued, view.batch)
-        return True
+        add_queue_wait(prediction, view, wait, queued)
+        return optional
 
     def _choose(self, situation: Situation, policy: str) -> Choice:
         choice = by_policy(policy if policy in POLICIES else self._default, situation)
@@ -275,10 +276,14 @@ class Router:
             self.error_quantiles.tpot.observe(predicted * forecast.stretch, seconds)
 
 
-def _without_idle_wait(choice: Choice, prediction: Prediction, place: Place | None) -> Choice:
+def _without_idle_wait(
+    choice: Choice, prediction: Prediction, place: Place | None, optional: NDArray[np.bool_]
+) -> Choice:
     """Replace a choice for which the request would wait at the router without ending any sooner.
 
-    The new choice is the best candidate that can start the request now. On its last chance before a
+    If the wait is ``optional``, the choice stays, and the request starts now: the policy has
+    reasons for it, such as a cached prompt, although the request ends sooner elsewhere. Otherwise
+    the new choice is the best candidate that can start the request now. On its last chance before a
     refusal, the request takes such a candidate even if it ends later there.
     """
     starts, ends = prediction.queue <= 0.0, prediction.completion
@@ -288,6 +293,9 @@ def _without_idle_wait(choice: Choice, prediction: Prediction, place: Place | No
     soonest = least(ends_there)
     last_chance = place is not None and place.last_chance
     if soonest == np.inf or (ends[choice.first] < soonest and not last_chance):
+        return choice
+    if optional[choice.first]:
+        prediction.start_now(choice.first)
         return choice
     scores = np.where(starts & (ends < np.inf), choice.scores, np.inf)
     best = int((scores if least(scores) < np.inf else ends_there).argmin())

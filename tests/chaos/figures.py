@@ -31,7 +31,7 @@ class SceneRequest:
     def begun(self) -> bool:
         """True if the client received headers with status 200, or Envoy held these headers until
         the router had read them, and answered 502 when the body broke off."""
-        return self.answer.status == 200 or self.access.flags == "UPE"
+        return self.answer.status == 200 or self.access.status == 502
 
     @property
     def first_choice(self) -> str:

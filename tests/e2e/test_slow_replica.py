@@ -22,6 +22,7 @@ TOKENS = 100  # of each answer, so that all take equally long on a replica
 MARGIN = 1.25
 """Tolerance, because the replicas of a busy machine are slower than predicted. On an idle machine
 the longest wait and service take 0.7 of the slow replica's time."""
+SETTLES_S = 0.2  # in which a place that has come free is offered to the queue
 HOLD = {"longest_s": 6.0, "most": 25}
 system = partial(PatientStack, replicas=here(REPLICAS), settings={**SETTINGS, "hold": HOLD})
 
@@ -54,7 +55,12 @@ async def test_requests_wait_only_if_idle_slow_replica_serves_them_no_sooner(
         return sum(request.dispatched <= at < request.ended for request in on_slow) < PLACES
 
     refused = [request for request in requests if not request.replica]
-    assert not [request for request in refused if had_place(request.ended)]
+    assert refused
+    assert not [
+        request
+        for request in refused
+        if had_place(request.ended) and had_place(request.ended - SETTLES_S)
+    ]
     waited = [request for request in requests if request.dispatched > request.sent]
     assert len(waited) > REQUESTS / 2
     slow_s = max(request.served_s for request in on_slow)

@@ -1,5 +1,7 @@
 """Digests are due in time, and let routers count each other's requests."""
 
+from functools import partial
+
 import pytest
 from msgspec.structs import replace
 
@@ -314,3 +316,15 @@ def test_decode_times_of_all_routers_correct_predictions(clock: ManualClock) -> 
     assert first.view(MODEL).stretch[0] == pytest.approx(expected)
     clock.advance(60.0)
     assert 1.0 < first.view(MODEL).stretch[0] < 1.2, "the correction fades"
+
+
+def test_queues_of_fresh_peers_count_up_to_a_limit_each(clock: ManualClock) -> None:
+    here, *others = routers(clock, 3)
+    for other, queued in zip(others, ({0: 2.0, 1: 9.0}, {0: 5.0}), strict=True):
+        other.digests.queued = partial(dict, queued)
+        deliver(other, here, clock=clock)
+    assert here.peers.queued(0, most=3.0) == 2.0 + 3.0
+    assert here.peers.queued(1, most=10.0) == 9.0
+    clock.advance(0.7)
+    deliver(others[0], here, clock=clock)
+    assert here.peers.queued(0, most=3.0) == 2.0

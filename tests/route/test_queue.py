@@ -5,10 +5,11 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import inf
 from typing import Any
 
+import numpy as np
 import pytest
 
 from extproc.config import HoldSettings
@@ -18,6 +19,7 @@ from extproc.predict.step import PROFILES
 from extproc.request.endpoint import Endpoint
 from extproc.request.errors import Saturated
 from extproc.request.objective import Objective
+from extproc.request.prefix import Prefix
 from extproc.request.profile import RequestProfile
 from extproc.route import room
 from extproc.route.decision import Decision
@@ -262,6 +264,21 @@ def test_request_starts_on_a_slow_replica_before_it_is_refused(
         system.queue.sweep()
     assert not system.refused
     assert system.running[names[-1]][0] == replica(2)
+
+
+def test_prompts_ahead_keep_no_request_from_its_cached_prompt() -> None:
+    """The other replica would end sooner, and its eight requests would wait for the prefill."""
+    system = QueuedRouter(replicas=2)
+    fleet, keys = system.fleet, np.arange(10, dtype=np.uint64)
+    cached = replace(chat(2000, 100), prefix=Prefix(keys, 200.0, 2000.0))
+    fleet.first_token(fleet.dispatch(replica(1), cached))
+    for _ in range(8):
+        fleet.first_token(fleet.dispatch(replica(2), chat(100, 300)))
+    fleet.dispatch(replica(1), chat(4000, 100))
+    decision = decided(system.router, cached)
+    assert (decision.replica, decision.wait_s) == (replica(1), 0.0)
+    there, elsewhere = decision.prediction.completion
+    assert there > elsewhere
 
 
 def test_queue_of_a_full_replica_does_not_reserve_an_idle_replica() -> None:
