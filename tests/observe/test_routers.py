@@ -235,16 +235,16 @@ async def test_top_shows_the_fleet_of_a_router_that_answers(
 async def test_top_follows_routers_that_start_and_stop(
     first: Services, second: Services, publish: Publish, redis_client: Redis
 ) -> None:
-    one, other = (f"{gethostname()}:{port}" for port in (50061, 50062))
+    former, latter = (f"{gethostname()}:{port}" for port in (50061, 50062))
     async with serving(first) as here, serving(second) as there:
-        await publish(one, here)
+        await publish(former, here)
         async with on_terminal("top") as top:
-            await top.shows("1 of 1 replicas in use", but_not=f"{one} ")
-            await publish(other, there)
-            await top.shows(f"\n{other} ")
-            farewell = Digest(f"{one}:default", 2, 1.0, DigestKind.FAREWELL, (), NOTHING)
+            await top.shows("1 of 1 replicas in use", but_not=f"{former} ")
+            await publish(latter, there)
+            await top.shows(f"\n{latter} ")
+            farewell = Digest(f"{former}:default", 2, 1.0, DigestKind.FAREWELL, (), NOTHING)
             await send_digest(redis_client, Keys("default"), farewell)
-            await top.shows("1 of 1 replicas in use", but_not=f"{other} ")
+            await top.shows("1 of 1 replicas in use", but_not=f"{latter} ")
 
 
 async def test_token_goes_to_no_router_without_the_certificate(
