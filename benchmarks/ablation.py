@@ -109,7 +109,7 @@ def _predicting(name: str, value: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _unpredicted_queue(_: Any) -> Any:
     """Makes a replacement of ``add_queue_wait`` that adds no wait to the predicted times."""
 
-    def add(prediction: Any, wait: Floats, *_: Any) -> None:
+    def add(prediction: Any, _view: Any, wait: Floats, *_: Any) -> None:
         prediction.queue = wait
 
     return add

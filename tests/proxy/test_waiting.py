@@ -52,7 +52,7 @@ def config(request: pytest.FixtureRequest) -> Config:
             "objective_header": "x-objective",
             "objectives": {
                 "urgent": {"priority": 1},
-                "soon": {"priority": -1, "ttft_s": 20.0, "sheddable": True},
+                "soon": {"priority": -1, "ttft_s": 16.0, "sheddable": True},
                 "steady": {"tpot_s": 0.06, "sheddable": True},
             },
         }
