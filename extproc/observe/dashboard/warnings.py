@@ -194,7 +194,7 @@ def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
 
 def _remedy(state: ReplicaState) -> str:
     """Return what a person has to do so that excluded replicas are used again; empty: it depends
-    on the reason. ``{it}`` and ``{its}`` stand for the replicas."""
+    on the reason. ``{it}`` and ``{its}`` are pronouns for one replica or several."""
     if not state.healthy and (state.refuses or state.unanswered_s > 0.0):
         return " Restart {it}."
     return " Wake {it} up: send POST /wake_up to {its} own address." if state.asleep else ""
