@@ -5,8 +5,8 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
 - *No idle waiting.* A request waits for a replica only while its predicted completion there,
   expected wait included, is earlier than on every replica that could start it now. The expected
   wait counts the requests queued ahead at this router, and as many at each other router, if so many
-  are queued there. A replica can
-  start a request if the replica has room (:mod:`extproc.route.room`) and is not reserved
+  are queued there. A replica can start a request if the replica has room
+  (:mod:`extproc.route.room`) and is not reserved
   (:meth:`~extproc.route.backlog.Backlog.reserves`). The request is decided anew when the expected
   wait has passed. The first request of a model is also decided anew every 0.2 s, and when a replica
   gets more room. No request is refused while a replica could start it, with two exceptions: the

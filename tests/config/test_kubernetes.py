@@ -162,7 +162,7 @@ def test_termination_grace_period_exceeds_drain_s(config: Config) -> None:
     assert pod(part("router"))["terminationGracePeriodSeconds"] > config.serve.drain_s
 
 
-def test_router_that_is_not_ready_gets_no_requests() -> None:
+def test_only_one_service_publishes_routers_that_are_not_ready() -> None:
     for name in ("extproc-router", "extproc-router-pods"):
         assert "publishNotReadyAddresses" not in OBJECTS[f"Service-{name}"]["spec"]
 
