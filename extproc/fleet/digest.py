@@ -57,7 +57,8 @@ class Digest(msgspec.Struct, eq=False, array_like=True):
     replicas: tuple[str, ...]  # ``ip:port``
     figures: Floats  # shape (FIGURES, replicas)
     admin: str = ""  # ``host:port`` of the router's admin server, in whole digests; empty: unknown
-    queued: dict[int, Finite] = {}  # replica-seconds that wait in the router's queue, by priority
+    queued: dict[str, dict[int, Finite]] = {}
+    """Replica-seconds in the router's queue, by replica that they wait for and by priority."""
 
     def __post_init__(self) -> None:
         if self.admin:

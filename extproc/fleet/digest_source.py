@@ -34,7 +34,7 @@ class DigestSource:
         wall: Clock,
     ) -> None:
         self.admin = ""  # see Digest
-        self.queued: Callable[[], dict[int, float]] = dict  # see Digest
+        self.queued: Callable[[], dict[str, dict[int, float]]] = dict  # see Digest
         self._router = router
         self._replicas = replicas
         self._requests = requests

@@ -57,7 +57,8 @@ class Peers:
         self._wall = wall
         self._numbers: dict[str, int] = {}  # peer → number of its last digest, in order of arrays
         self._admins: dict[str, str] = {}  # peer → its admin address, if known
-        self._queued: dict[str, Mapping[int, float]] = {}  # peer → its queue, see Digest
+        self._queued: dict[str, Mapping[str, Mapping[int, float]]] = {}  # by peer, see Digest
+        self._freed: set[int] = set()  # rows in which the requests of a peer became fewer
         self._load = np.zeros((POLLED_ROWS.stop, 0, 0))  # figures, peers, replicas
         self._arrived_at = np.zeros(0)  # when the last digest arrived
         self._fresh_s = np.zeros(0)  # how long the last digest stays fresh
@@ -104,8 +105,26 @@ class Peers:
     def queued(self, priority: int, most: float) -> float:
         """Replica-seconds of the requests of a priority in the queues of the peers that count; at
         most ``most`` for each peer."""
-        queues = zip(self._queued.values(), self._counts.tolist(), strict=True)
-        return sum(min(queue.get(priority, 0.0), most) for queue, counts in queues if counts)
+        total = 0.0
+        for queue, counts in zip(self._queued.values(), self._counts.tolist(), strict=True):
+            if counts:
+                total += min(sum(work.get(priority, 0.0) for work in queue.values()), most)
+        return total
+
+    def queued_for(self, replica: str) -> list[tuple[Mapping[int, float], float]]:
+        """Replica-seconds queued for a replica, by priority, at each peer that counts and has
+        requests queued for the replica; and the requests that the peer has in flight there."""
+        row = self._rows.get(replica)
+        if row is None or not any(replica in queue for queue in self._queued.values()):
+            return []
+        requests = self._load[REQUESTS, :, row].tolist()
+        peers = zip(self._queued.values(), requests, self._counts.tolist(), strict=True)
+        return [(queue[replica], on) for queue, on, counts in peers if counts and replica in queue]
+
+    def take_freed(self) -> Collection[int]:
+        """Returns the rows in which the requests of a peer became fewer since the last call."""
+        freed, self._freed = self._freed, set()
+        return freed
 
     # -- digests ----------------------------------------------------------------------------
 
@@ -232,14 +251,15 @@ class Peers:
         replicas, load = self._replicas, self._load[:FIGURES, place]
         rows = np.array([self._rows.get(name, -1) for name in digest.replicas], dtype=np.intp)
         known = (rows >= 0).nonzero()[0]
-        before = load[BACKLOG].copy()
+        requests_before, backlog_before = load[[REQUESTS, BACKLOG]]
         if digest.kind is not DigestKind.CHANGES:
             load[:] = 0.0
         load[:, rows[known]] = digest.figures[:, known]
         self._fresh_s[place] = STALE_S if load[REQUESTS].any() else STALE_S + WHOLE_EVERY_S
         self._add_up()
+        self._freed.update((load[REQUESTS] < requests_before).nonzero()[0].tolist())
         # Added prompts lengthen the step in progress.
-        longer = (load[BACKLOG] > before + 1.0).nonzero()[0]
+        longer = (load[BACKLOG] > backlog_before + 1.0).nonzero()[0]
         backlog = replicas.enqueued[longer] - replicas.prefilled[longer]
         counts = self._counts.copy()
         counts[place] = 1.0  # the peer of this digest is about to count

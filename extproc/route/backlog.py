@@ -1,6 +1,7 @@
 """Requests queued at this router, by model and by replica, and the replicas that they reserve."""
 
 from collections.abc import Callable
+from math import inf
 
 import numpy as np
 
@@ -37,9 +38,12 @@ class Backlog:
         a row of the fleet's table; the last column is zero and stands for all rows that follow."""
         self._seconds: dict[Key, float] = {}  # replica-seconds, by priority and tenant
         self._victims = Ranked[Key]()  # lowest priority first, then most requests
+        self.left: dict[int, int] = {}
+        """Row of each replica that is left to another router, and the priority up to which the
+        requests of this router are kept out (:mod:`extproc.route.turns`)."""
 
     def __bool__(self) -> bool:
-        return bool(self._models)
+        return bool(self._models or self.left)
 
     def enter(self, request: Waiting) -> None:
         self.shares.enter(request.key)
@@ -126,9 +130,19 @@ class Backlog:
 
         return sorted(found, key=rank)
 
-    def work(self) -> dict[int, float]:
-        """Replica-seconds of the requests that wait for replicas, by priority."""
-        return {at: float(load[1].sum()) for at, load in self._load.items() if load[0].any()}
+    def work(self) -> dict[str, dict[int, float]]:
+        """Replica-seconds of the requests that wait for each replica, by priority."""
+        lines = ((row, next(iter(lines.values()))) for row, lines in self._replicas.items())
+        return {line.head().replica: self.work_at(row) for row, line in lines}
+
+    def work_at(self, row: int) -> dict[int, float]:
+        """Replica-seconds of the requests that wait for a replica, by priority."""
+        work = dict[int, float]()
+        for priority, load in self._load.items():
+            number, seconds = load[:, min(row, load.shape[1] - 1)].tolist()
+            if number:
+                work[priority] = seconds
+        return work
 
     def ahead(
         self, view: FleetView, place: Place, elsewhere: Callable[[int, float], float]
@@ -167,7 +181,8 @@ class Backlog:
         return (line.depth(place) if line else 1.0) * min(turns / total, 1.0)
 
     def reserves(self, row: int, place: Place) -> bool:
-        """Return True if a replica is reserved for a queued request that goes before the place.
+        """Return True if a replica is left to another router, or reserved for a queued request that
+        goes before the place.
 
         The head of a line reserves the line's replica against later requests for its model, and
         against all lower priorities. A request of the same priority for another model is kept out
@@ -178,7 +193,7 @@ class Backlog:
         (``LEAD_S``), except replicas that the first request declines although they have room,
         because it ends earlier elsewhere.
         """
-        if self._is_too_far_ahead(row, place):
+        if place.priority <= self.left.get(row, -inf) or self._is_too_far_ahead(row, place):
             return True
         rank = self.shares.tag(place.key), place.due
         moves = place.row is not None and place.row != row

@@ -52,6 +52,7 @@ from extproc.request.errors import Saturated
 from extproc.route.backlog import Backlog
 from extproc.route.decision import Decision
 from extproc.route.order import Ranked
+from extproc.route.turns import Turns
 from extproc.route.waiting import ANEW_S, Waiting, key_of
 
 SWEEP_EVERY_S = 0.05  # seconds between two sweeps
@@ -72,6 +73,7 @@ class Queue:
         self._settings = settings
         self._clock = clock
         self._backlog = Backlog(clock())
+        self._turns = Turns(fleet, self._backlog, clock)
         fleet.digests.queued = self._backlog.work
         self._requests: dict[Waiting, None] = {}  # the oldest first
         self._due = Ranked[Waiting]()  # by the time at which a request is decided anew
@@ -141,13 +143,16 @@ class Queue:
         self._offer(request.replica)
 
     def request_ended(self, replica: str) -> None:
-        """Offer the replica to queued requests, because a request on it has ended."""
+        """Offer the replica to queued requests, because a request on it has ended, unless it is the
+        turn of another router."""
         self._moved_at = self._clock()
-        self._offer(replica)
+        if not self._turns.leave(replica):
+            self._offer(replica)
 
     def sweep(self) -> None:
         """Refuse requests that exceeded the longest wait, and decide due requests anew. Call this
         every 0.05 s."""
+        self._take_turns()
         if not self._requests:
             return
         now = self._clock()
@@ -162,9 +167,20 @@ class Queue:
         for replica in list(self._fleet.members.rows)[self._sweeps :: _ROUND]:
             self._offer(replica)
 
-    def _offer(self, replica: str) -> None:
-        """Dispatch requests to a replica that may have more room than before."""
-        decided, row = 0, self._fleet.members.rows.get(replica)
+    def _take_turns(self) -> None:
+        """Offer the replicas on which requests of other routers have ended, and the replicas that
+        were left to other routers."""
+        members = self._fleet.members.by_row
+        for row in self._turns.freed():
+            self._offer(members[row].id)
+        for row in self._turns.over():
+            if self._offer(members[row].id):
+                self._turns.keep(row)
+
+    def _offer(self, replica: str) -> bool:
+        """Dispatch requests to a replica that may have more room than before; return True if a
+        request was dispatched."""
+        queued, decided, row = len(self), 0, self._fleet.members.rows.get(replica)
         while row is not None and self._requests and decided < _OFFERS:
             now, room = self._clock(), self._fleet.free_kv_tokens(replica)
             for request in self._backlog.heads(row, _MODELS):
@@ -174,7 +190,8 @@ class Queue:
                 if self._decide(request, now):
                     break
             else:
-                return
+                break
+        return len(self) < queued
 
     def _leave_departed(self, now: float) -> None:
         """Let requests whose awaited replica has left the pool wait for any replica."""

@@ -320,7 +320,8 @@ def test_decode_times_of_all_routers_correct_predictions(clock: ManualClock) -> 
 
 def test_queues_of_fresh_peers_count_up_to_a_limit_each(clock: ManualClock) -> None:
     here, *others = routers(clock, 3)
-    for other, queued in zip(others, ({0: 2.0, 1: 9.0}, {0: 5.0}), strict=True):
+    queues = ({replica(1): {0: 1.5, 1: 9.0}, replica(2): {0: 0.5}}, {replica(1): {0: 5.0}})
+    for other, queued in zip(others, queues, strict=True):
         other.digests.queued = partial(dict, queued)
         deliver(other, here, clock=clock)
     assert here.peers.queued(0, most=3.0) == 2.0 + 3.0

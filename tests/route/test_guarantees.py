@@ -31,6 +31,7 @@ from extproc.route.decision import Decision
 from extproc.route.order import Shares
 from extproc.route.queue import Queue
 from extproc.route.router import Router
+from extproc.route.turns import Turns
 from extproc.route.waiting import ANEW_S, OVERTAKEN_S, Place, Waiting
 from extproc.share.digests import DIGEST
 from extproc.share.envelope import Skips
@@ -342,6 +343,21 @@ def mean_expected_wait_s(routers: int) -> float:
     return fmean(seen.decision.wait_s for seen in pool.arrived)
 
 
+def test_place_that_comes_free_goes_to_the_router_with_more_queued() -> None:
+    pool = SharedReplicas(((MODEL,),), limits={"longest_s": 120.0})
+    for at, number in ((0, 3), (1, 5), (0, 1)):
+        for _ in range(number):
+            pool.arrive(OfferedRequest(router=at))
+        pool.pass_s(0.1)
+    assert [len(node.queue) for node in pool.nodes] == [3, 5]
+    while any(queued := [len(node.queue) for node in pool.nodes]):
+        sent = len(pool.sent)
+        while len(pool.sent) == sent:
+            pool.pass_s(STEP_S)
+        [at] = [seen.request.router for seen in pool.sent[sent:]]
+        assert queued[at] > 0.7 * queued[1 - at]
+
+
 @examples
 @given(requests(10, 30))
 def test_no_request_blocks_other_models(given: list[OfferedRequest]) -> None:
@@ -605,11 +621,13 @@ def _oldest(self: Backlog) -> Waiting:
 
 SOONER = test_no_request_waits_while_another_replica_would_finish_it_sooner
 SEVERAL = test_several_routers_expect_the_wait_that_one_router_expects
+TURNS = test_place_that_comes_free_goes_to_the_router_with_more_queued
 VICTIM = test_victim_of_a_full_queue_is_the_newest_of_the_lowest_priority
 COST = partial(test_cost_of_arrival_and_end_does_not_depend_on_queue_length, 1, 1)
 FAULTS: list[tuple[Callable[..., object], object, str, object]] = [
     (SOONER, router, "_without_idle_wait", lambda choice, *_: choice),
     (SEVERAL, Peers, "queued", lambda *_: 0.0),
+    (TURNS, Turns, "leave", lambda *_: False),
     (test_no_request_blocks_other_models, Backlog, "reserves", _blocking),
     (test_overtaking_is_bounded, Backlog, "reserves", lambda *_: False),
     (test_no_request_waits_for_a_lower_priority, Backlog, "reserves", lambda *_: False),

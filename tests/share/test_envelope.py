@@ -27,10 +27,11 @@ from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts
 STATE = ReplicaState(id="10.0.0.1:8000", running=3, models=("m",))
 KEYS = np.arange(3, dtype=np.uint64)
 FIGURES = np.arange(10.0).reshape(10, 1)
+QUEUED = {STATE.id: {-1: 2.5}}
 MESSAGES: list[tuple[EnvelopeKind[Any], Any]] = [
     (PUT, Put(STATE, "hash")),
     (REMOVED, Removed("10.0.0.1:8000")),
-    (DIGEST, Digest("router", 7, 1.5, DigestKind.WHOLE, (STATE.id,), FIGURES, "", {-1: 2.5})),
+    (DIGEST, Digest("router", 7, 1.5, DigestKind.WHOLE, (STATE.id,), FIGURES, "", QUEUED)),
     (PROMPTS, Prompts("router", (SentPrompt("10.0.0.1:8000", KEYS, 64.0, 200.0, 5),))),
     (OWNER, Owner("resp_1", "10.0.0.1:8000")),
     (BLOCKS, ReplicaBlockUpdate("10.0.0.1:8000", BlockUpdate(2, 1, 16, KEYS, KEYS[:1]))),
