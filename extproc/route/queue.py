@@ -31,6 +31,8 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
   requests for another model, even if their tenant received more. The bounds hold for a tenant, not
   for each request: a request that needs much KV space may wait for one replica while later requests
   of its tenant start on other replicas.
+- *Several routers.* A place that comes free on a replica goes to the router that has the most work
+  queued for the replica in proportion to its requests there (:mod:`extproc.route.turns`).
 - *Cost.* With n queued requests, an arrival or the end of a request costs O(log n), and a number of
   decisions that does not depend on n. A sweep decides a bounded number of requests: if thousands
   could start at once, dispatching them takes seconds.

@@ -7,24 +7,25 @@ from extproc.ground.clock import Clock
 from extproc.route.backlog import Backlog
 
 _KEEPS = 1.3
-"""Factor by which the quotient of another router has to be larger. With 1.0 routers leave places to
-each other all the time; simulated overloads of replicas with four places then take 6% longer at
-p99."""
-_LEFT_S = 0.15  # seconds until a digest has reached the other router, and its queue was swept
+"""A router leaves a place only if another router's quotient is so many times its own. With 1.0
+routers leave places to each other more often: the p99 of simulated overloads of replicas with four
+places rises by 5%."""
+_LEFT_S = 0.15  # seconds in which a digest reaches another router, and that router sweeps its queue
 _KEPT_S = 1.0  # seconds in which a replica that was left in vain is left to no router
 
 
 class Turns:
     """Divides the places on a replica between the routers.
 
-    If each router took the places of its own requests when they end, a router with hardly any
-    requests queued could keep all places on a replica for itself. So each place goes to the router
-    with the largest quotient, as seats go to parties by D'Hondt's rule::
+    If the router whose request has ended always took the place, a router with few queued requests
+    could keep all places on a replica. So the place goes to the router with the largest quotient,
+    as seats go to parties by D'Hondt's rule::
 
         replica-seconds queued for the replica ÷ (requests in flight there + 1)
 
-    Only the highest priority that a router has queued for the replica counts. A router that has a
-    place to leave keeps its own requests away from the replica for 0.15 s.
+    Only requests of the highest priority that any router has queued for the replica count. To leave
+    the place to another router, a router sends no request of this or a lower priority to the
+    replica for 0.15 s.
     """
 
     def __init__(self, fleet: Fleet, backlog: Backlog, clock: Clock) -> None:
@@ -45,11 +46,11 @@ class Turns:
         return True
 
     def keep(self, row: int) -> None:
-        """Leave a replica to no router for 1 s, because no router used it when it was left."""
+        """Leave a replica to no router for 1 s, because no router used the place there."""
         self._kept[row] = self._clock() + _KEPT_S
 
     def over(self) -> list[int]:
-        """End the turns of other routers that have had time enough; return the replicas' rows."""
+        """Return the rows of replicas that were left for 0.15 s; they are left no longer."""
         now = self._clock()
         rows = [row for row, until in self._until.items() if until <= now]
         for row in rows:
@@ -73,5 +74,5 @@ class Turns:
             return None
         requests = self._fleet.in_flight_on(replica)
         quotient = _KEEPS * own.get(priority, 0.0) / (requests + 1)
-        theirs = (work.get(priority, 0.0) / (on + 1.0) for work, on in others)
-        return priority if max(theirs) > quotient else None
+        largest = max(work.get(priority, 0.0) / (on + 1.0) for work, on in others)
+        return priority if largest > quotient else None
