@@ -31,15 +31,13 @@ def choose(policy: str, situation: Situation) -> tuple[int, Floats]:
     """Return the candidate with the lowest score, at random among equals, and all scores.
 
     ``completion`` treats scores within an error band as equal, so that no prediction error decides.
-    Among equal scores the soonest first token wins, then the fewest requests, then the most cached
-    tokens.
+    Among equal scores the soonest first token wins, then few requests, then the most cached tokens.
     """
     scores = POLICIES[policy](situation)
     if policy != "completion":
         return lowest(scores, situation.random), scores
     equal = soonest(situation, as_good(situation.prediction, scores))
-    requests = situation.view.requests[equal]
-    equal = equal[requests == least(requests)]
+    equal = with_few_requests(situation, equal)
     return equal.item(lowest(-situation.prediction.cached[equal], situation.random)), scores
 
 
@@ -62,6 +60,19 @@ def soonest(situation: Situation, equal: Indices) -> Indices:
     """
     ttft, step = situation.prediction.ttft[equal], least(situation.view.c0[equal])
     return equal[ttft <= least(ttft) + step]
+
+
+def with_few_requests(situation: Situation, equal: Indices) -> Indices:
+    """Return the candidates with the fewest requests.
+
+    If there are several routers, these are the candidates that have at most one request more than
+    all have on average. Until the routers have heard of each other's last requests, they would
+    otherwise choose the same candidate.
+    """
+    requests = situation.view.requests[equal]
+    few = requests.sum().item() / len(equal) + 1.0 if situation.among_others else least(requests)
+    few_requests: Indices = equal[requests <= few]
+    return few_requests
 
 
 def lowest(scores: Floats, random: Random) -> int:

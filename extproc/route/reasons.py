@@ -2,7 +2,7 @@
 
 from extproc.predict.inputs import Floats
 from extproc.route.decision import Choice, Situation
-from extproc.route.policies import as_good, soonest
+from extproc.route.policies import as_good, soonest, with_few_requests
 
 _NO_SCORE = {"round_robin": "its turn", "random": "at random"}
 _WASTES = "prefill of what others have cached wastes"
@@ -46,10 +46,11 @@ def _beside(situation: Situation, choice: Choice, second: int) -> str:
     equal = as_good(prediction, choice.scores)
     if second in equal:
         text = f"{name} in {seconds(later)}: as good as equal"
-        if second not in soonest(situation, equal):
+        if second not in (sooner := soonest(situation, equal)):
             return f"{text}, and here the first token comes {seconds(more(prediction.ttft))} sooner"
-        if requests := more(situation.view.requests):
-            return f"{text}, and here {requests:.0f} fewer are in flight"
+        if second not in with_few_requests(situation, sooner):
+            fewer = more(situation.view.requests)
+            return f"{text}, and here {fewer:.0f} fewer are in flight"
         if cached := -more(prediction.cached):
             return f"{text}, and here {cached:.0f} more tokens of the prompt are cached"
         return f"{text}, so one was drawn at random"

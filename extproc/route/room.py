@@ -36,7 +36,7 @@ class RoomWait(NamedTuple):
     it ends there at the same time whether it waits at the router or in the engine."""
 
 
-def room_wait(situation: Situation, among_others: bool) -> RoomWait | None:
+def room_wait(situation: Situation) -> RoomWait | None:
     """Return the wait until each candidate has room for the request; None if all have room.
 
     A replica has no room if its KV cache would overflow, if another request already waits there for
@@ -44,10 +44,9 @@ def room_wait(situation: Situation, among_others: bool) -> RoomWait | None:
     wait for a place is sent all the same: it takes the next free place at once, and shows if the
     batch has more places than the router has learned. A replica always has room if no request is in
     flight there, because none could end, or if it can never hold the whole request.
-    ``among_others``: as in :func:`full_at`.
     """
     profile, view, prediction = situation.profile, situation.view, situation.prediction
-    full = full_at(profile.objective.priority, among_others)
+    full = full_at(profile.objective.priority, situation.among_others)
     pressure = prediction.kv_pressure + prediction.growth / view.kv_capacity
     # Prefill includes the prompts ahead of the request, so they take at most as long.
     soon = most(prediction.admission) <= 0.0 and most(prediction.prefill) <= _PREFILLS_S

@@ -79,8 +79,10 @@ class Router:
         adapter = fleet.adapter_times(view)
         if adapter is not None:
             add_adapter(prediction, adapter)
+        age, fallback = fleet.peers.digest_age, ""
         situation = Situation(
-            profile, view, held, prediction, p90, sequences, self._random, self._turns, adapter
+            *(profile, view, held, prediction, p90, sequences, self._random, self._turns, adapter),
+            among_others=age is not None,
         )
         optional = self._add_wait(situation, place)
         if profile.objective.has_target:
@@ -95,7 +97,6 @@ class Router:
         name = view.candidates.models[choice.first]
         self._turns[view.rows.item(choice.first)] = next(self._numbers)
         second = self._second(situation, choice, name)
-        age, fallback = fleet.peers.digest_age, ""
         if age is not None and fleet.peers.stale:
             fallback = f"load of other routers ignored (newest digest {seconds(age)} old)"
         replica = view.ids[choice.first]
@@ -144,7 +145,7 @@ class Router:
         if backlog is None or peers.stale:
             return None
         view, prediction = situation.view, situation.prediction
-        room = room_wait(situation, among_others=peers.digest_age is not None)
+        room = room_wait(situation)
         if room is None and not backlog:
             return None
         wait, optional = room or RoomWait(np.zeros(len(view)), np.zeros(len(view), dtype=bool))

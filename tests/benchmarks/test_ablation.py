@@ -60,7 +60,7 @@ def scene() -> list[trace.TracedRequest]:
         replace(request, at=request.at + later)
         for later, name, speed, most in (
             (0.0, "azure-2023-conv", 0.2, 30),
-            (20.0, "agents", 5.0, 90),
+            (20.0, "agents", 6.0, 90),
             (24.0, "mooncake-synthetic", 1.0, 40),
         )
         for request in trace.read([TRACES / f"{name}.jsonl.gz"], speed, most)

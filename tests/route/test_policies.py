@@ -408,6 +408,25 @@ def test_empty_replica_is_preferred_for_equal_completions() -> None:
     assert decide(fleet, "completion", chat(100, 10)).replica == replica(2)
 
 
+def test_several_routers_do_not_all_choose_the_replica_with_the_fewest_requests(
+    clock: ManualClock,
+) -> None:
+    here, other = (fleet_of(clock, A10, A10, A10, A10) for _ in range(2))
+    for number in (1, 2, 3):
+        here.dispatch(replica(number), chat(100, 500))
+    clock.advance(1.0)
+
+    def choices() -> set[str]:
+        drawn = [decide(here, "completion", chat(100, 50), seed) for seed in range(20)]
+        return {decision.replica for decision in drawn}
+
+    assert choices() == {replica(4)}
+    digest = other.digests.due(clock())
+    assert digest is not None
+    here.receive_digest(digest)
+    assert len(choices()) > 1
+
+
 @pytest.mark.parametrize("held", [0, 35_000])
 def test_sooner_first_token_may_delay_a_completion_unless_kv_caches_fill(held: int) -> None:
     clock = ManualClock()
