@@ -1,6 +1,8 @@
 """Load of the other routers, the peers: their last digests, moved forward in time."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping
+from itertools import islice
 from math import inf, nan
 
 import numpy as np
@@ -58,7 +60,8 @@ class Peers:
         self._numbers: dict[str, int] = {}  # peer → number of its last digest, in order of arrays
         self._admins: dict[str, str] = {}  # peer → its admin address, if known
         self._queued: dict[str, Mapping[str, Mapping[int, float]]] = {}  # by peer, see Digest
-        self._freed: set[int] = set()  # rows in which the requests of a peer became fewer
+        self._totals: dict[str, Counter[int]] = {}  # the same, summed over the replicas
+        self._freed: dict[int, None] = {}  # rows in which the requests of a peer became fewer
         self._load = np.zeros((POLLED_ROWS.stop, 0, 0))  # figures, peers, replicas
         self._arrived_at = np.zeros(0)  # when the last digest arrived
         self._fresh_s = np.zeros(0)  # how long the last digest stays fresh
@@ -105,11 +108,8 @@ class Peers:
     def queued(self, priority: int, most: float) -> float:
         """Replica-seconds of the requests of a priority in the queues of the peers that count; at
         most ``most`` for each peer."""
-        total = 0.0
-        for queue, counts in zip(self._queued.values(), self._counts.tolist(), strict=True):
-            if counts:
-                total += min(sum(work.get(priority, 0.0) for work in queue.values()), most)
-        return total
+        totals = zip(self._totals.values(), self._counts.tolist(), strict=True)
+        return sum(min(total[priority], most) for total, counts in totals if counts)
 
     def queued_for(self, replica: str) -> list[tuple[Mapping[int, float], float]]:
         """Replica-seconds queued for a replica, by priority, at each peer that counts and has
@@ -121,10 +121,13 @@ class Peers:
         peers = zip(self._queued.values(), requests, self._counts.tolist(), strict=True)
         return [(queue[replica], on) for queue, on, counts in peers if counts and replica in queue]
 
-    def take_freed(self) -> Collection[int]:
-        """Returns the rows in which the requests of a peer became fewer since the last call."""
-        freed, self._freed = self._freed, set()
-        return freed
+    def take_freed(self, most: int) -> Collection[int]:
+        """Returns at most ``most`` rows in which the requests of a peer have become fewer; the
+        other such rows remain for the next call."""
+        rows = [*islice(self._freed, most)]
+        for row in rows:
+            del self._freed[row]
+        return rows
 
     # -- digests ----------------------------------------------------------------------------
 
@@ -143,7 +146,9 @@ class Peers:
             self._numbers[name] = digest.number
             if digest.admin:
                 self._admins[name] = digest.admin
-            self._queued[name] = digest.queued
+            self._queued[name], self._totals[name] = digest.queued, Counter()
+            for work in digest.queued.values():
+                self._totals[name].update(work)
             place = list(self._numbers).index(name)
             self._arrived_at[place] = now - age
             changed = bool(digest.replicas) or digest.kind is not DigestKind.CHANGES
@@ -240,6 +245,7 @@ class Peers:
         self._numbers = dict(item for item, keep in names if keep)
         self._admins = {name: self._admins[name] for name in self._admins.keys() & self._numbers}
         self._queued = {name: self._queued[name] for name in self._numbers}
+        self._totals = {name: self._totals[name] for name in self._numbers}
         self._load = self._load.compress(peers, axis=1)
         self._arrived_at = self._arrived_at[peers]
         self._fresh_s = self._fresh_s[peers]
@@ -257,7 +263,7 @@ class Peers:
         load[:, rows[known]] = digest.figures[:, known]
         self._fresh_s[place] = STALE_S if load[REQUESTS].any() else STALE_S + WHOLE_EVERY_S
         self._add_up()
-        self._freed.update((load[REQUESTS] < requests_before).nonzero()[0].tolist())
+        self._freed |= dict.fromkeys((load[REQUESTS] < requests_before).nonzero()[0].tolist())
         # Added prompts lengthen the step in progress.
         longer = (load[BACKLOG] > backlog_before + 1.0).nonzero()[0]
         backlog = replicas.enqueued[longer] - replicas.prefilled[longer]

@@ -1,6 +1,6 @@
 """Requests queued at this router, by model and by replica, and the replicas that they reserve."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf
 
 import numpy as np
@@ -39,8 +39,8 @@ class Backlog:
         self._seconds: dict[Key, float] = {}  # replica-seconds, by priority and tenant
         self._victims = Ranked[Key]()  # lowest priority first, then most requests
         self.left: dict[int, int] = {}
-        """Row of each replica that is left to another router, and the priority up to which the
-        requests of this router are kept out (:mod:`extproc.route.turns`)."""
+        """Row of each replica that is left to another router (:mod:`extproc.route.turns`), and the
+        highest priority of the requests that may not start there."""
 
     def __bool__(self) -> bool:
         return bool(self._models or self.left)
@@ -132,17 +132,14 @@ class Backlog:
 
     def work(self) -> dict[str, dict[int, float]]:
         """Replica-seconds of the requests that wait for each replica, by priority."""
+        loads = {priority: load.tolist() for priority, load in self._load.items()}
         lines = ((row, next(iter(lines.values()))) for row, lines in self._replicas.items())
-        return {line.head().replica: self.work_at(row) for row, line in lines}
+        return {line.head().replica: _work_at(row, loads) for row, line in lines}
 
     def work_at(self, row: int) -> dict[int, float]:
-        """Replica-seconds of the requests that wait for a replica, by priority."""
-        work = dict[int, float]()
-        for priority, load in self._load.items():
-            number, seconds = load[:, min(row, load.shape[1] - 1)].tolist()
-            if number:
-                work[priority] = seconds
-        return work
+        """Replica-seconds of the requests that wait for the replica in this row, by priority."""
+        last = {at: load[:, row : row + 1].tolist() for at, load in self._load.items()}
+        return _work_at(0, last)
 
     def ahead(
         self, view: FleetView, place: Place, elsewhere: Callable[[int, float], float]
@@ -222,6 +219,15 @@ class Backlog:
             return False
         lead = self.shares.tag(place.key) - self.shares.tag(head.key)
         return lead > LEAD_S * len(head.usable)
+
+
+def _work_at(column: int, loads: Mapping[int, list[list[float]]]) -> dict[int, float]:
+    """Replica-seconds in a column of the loads, by priority, if the column has requests."""
+    return {
+        priority: seconds[column]
+        for priority, (numbers, seconds) in loads.items()
+        if column < len(numbers) and numbers[column]
+    }
 
 
 def _remove(request: Waiting, lines: Lines) -> None:

@@ -26,7 +26,7 @@ class Situation(Struct, eq=False):
     random: Random
     turns: dict[int, int]  # row of the fleet's table → number of the last decision for it
     adapter: AdapterTimes | None = None  # for a request for a LoRA adapter
-    among_others: bool = False  # other routers send requests to the candidates, too
+    among_others: bool = False  # another router of the pool is known
     late: Floats | None = None  # from lateness(); None: the request has no targets
 
     @property

@@ -63,14 +63,16 @@ def soonest(situation: Situation, equal: Indices) -> Indices:
 
 
 def with_few_requests(situation: Situation, equal: Indices) -> Indices:
-    """Return the candidates with the fewest requests.
+    """Return the candidates with few requests.
 
-    If there are several routers, these are the candidates that have at most one request more than
-    all have on average. Until the routers have heard of each other's last requests, they would
-    otherwise choose the same candidate.
+    With one router, or if a candidate is idle, these are the candidates with the fewest. Otherwise
+    they are the candidates that have at most one request more than all have on average: until the
+    routers have heard of each other's last requests, they would otherwise choose the same one.
     """
     requests = situation.view.requests[equal]
-    few = requests.sum().item() / len(equal) + 1.0 if situation.among_others else least(requests)
+    few = least(requests)
+    if situation.among_others and few > 0.0:
+        few = requests.sum().item() / len(equal) + 1.0
     few_requests: Indices = equal[requests <= few]
     return few_requests
 

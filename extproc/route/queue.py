@@ -31,8 +31,10 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
   requests for another model, even if their tenant received more. The bounds hold for a tenant, not
   for each request: a request that needs much KV space may wait for one replica while later requests
   of its tenant start on other replicas.
-- *Several routers.* A place that comes free on a replica goes to the router that has the most work
-  queued for the replica in proportion to its requests there (:mod:`extproc.route.turns`).
+- *Several routers.* If a request ends on a replica for which another router has more than 1.5 times
+  as much work queued, in proportion to its requests there, this router sends no request of the
+  priority of that work or below to the replica for 0.1 s, for whatever model or tenant
+  (:mod:`extproc.route.turns`). Other room on a replica goes to the router that decides first.
 - *Cost.* With n queued requests, an arrival or the end of a request costs O(log n), and a number of
   decisions that does not depend on n. A sweep decides a bounded number of requests: if thousands
   could start at once, dispatching them takes seconds.
@@ -45,7 +47,7 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
 from collections import Counter
 from collections.abc import Iterator
 from itertools import count
-from math import exp
+from math import exp, inf
 
 from extproc.config import HoldSettings
 from extproc.fleet.fleet import Fleet
@@ -145,11 +147,11 @@ class Queue:
         self._offer(request.replica)
 
     def request_ended(self, replica: str) -> None:
-        """Offer the replica to queued requests, because a request on it has ended, unless it is the
-        turn of another router."""
+        """Offer the replica to queued requests, because a request on it has ended. If it is another
+        router's turn, only requests of higher priority may start there."""
         self._moved_at = self._clock()
-        if not self._turns.leave(replica):
-            self._offer(replica)
+        self._turns.leave(replica)
+        self._offer(replica)
 
     def sweep(self) -> None:
         """Refuse requests that exceeded the longest wait, and decide due requests anew. Call this
@@ -170,30 +172,26 @@ class Queue:
             self._offer(replica)
 
     def _take_turns(self) -> None:
-        """Offer the replicas on which requests of other routers have ended, and the replicas that
-        were left to other routers."""
+        """Offer replicas on which requests of other routers have ended, and the replicas that were
+        left to other routers long enough."""
         members = self._fleet.members.by_row
-        for row in self._turns.freed():
+        for row in (*self._turns.freed(), *self._turns.over()):
             self._offer(members[row].id)
-        for row in self._turns.over():
-            if self._offer(members[row].id):
-                self._turns.keep(row)
 
-    def _offer(self, replica: str) -> bool:
-        """Dispatch requests to a replica that may have more room than before; return True if a
-        request was dispatched."""
-        queued, decided, row = len(self), 0, self._fleet.members.rows.get(replica)
+    def _offer(self, replica: str) -> None:
+        """Dispatch requests to a replica that may have more room than before."""
+        decided, row = 0, self._fleet.members.rows.get(replica)
         while row is not None and self._requests and decided < _OFFERS:
             now, room = self._clock(), self._fleet.free_kv_tokens(replica)
+            left = self._backlog.left.get(row, -inf)
             for request in self._backlog.heads(row, _MODELS):
-                if room < request.tokens or request.declines(row, now):
+                if request.priority <= left or room < request.tokens or request.declines(row, now):
                     continue
                 decided += 1
                 if self._decide(request, now):
                     break
             else:
-                break
-        return len(self) < queued
+                return
 
     def _leave_departed(self, now: float) -> None:
         """Let requests whose awaited replica has left the pool wait for any replica."""

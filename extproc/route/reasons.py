@@ -46,7 +46,8 @@ def _beside(situation: Situation, choice: Choice, second: int) -> str:
     equal = as_good(prediction, choice.scores)
     if second in equal:
         text = f"{name} in {seconds(later)}: as good as equal"
-        if second not in (sooner := soonest(situation, equal)):
+        sooner = soonest(situation, equal)
+        if second not in sooner:
             return f"{text}, and here the first token comes {seconds(more(prediction.ttft))} sooner"
         if second not in with_few_requests(situation, sooner):
             fewer = more(situation.view.requests)

@@ -318,6 +318,19 @@ def test_decode_times_of_all_routers_correct_predictions(clock: ManualClock) -> 
     assert 1.0 < first.view(MODEL).stretch[0] < 1.2, "the correction fades"
 
 
+def test_replicas_with_fewer_requests_of_a_peer_are_named_once(clock: ManualClock) -> None:
+    here, other = routers(clock, 2, replicas=3)
+    tickets = [other.dispatch(replica(number), chat(100)) for number in (1, 2, 3)]
+    deliver(other, here, clock=clock)
+    assert not here.peers.take_freed(most=2)
+    for ticket in tickets:
+        other.release(ticket)
+    clock.advance(0.1)
+    deliver(other, here, clock=clock)
+    assert [*here.peers.take_freed(most=2), *here.peers.take_freed(most=2)] == [0, 1, 2]
+    assert not here.peers.take_freed(most=2)
+
+
 def test_queues_of_fresh_peers_count_up_to_a_limit_each(clock: ManualClock) -> None:
     here, *others = routers(clock, 3)
     queues = ({replica(1): {0: 1.5, 1: 9.0}, replica(2): {0: 0.5}}, {replica(1): {0: 5.0}})

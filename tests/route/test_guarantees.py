@@ -358,6 +358,26 @@ def test_place_that_comes_free_goes_to_the_router_with_more_queued() -> None:
         assert queued[at] > 0.7 * queued[1 - at]
 
 
+@pytest.mark.parametrize("later_s", [1.05, 1.1, 1.15])
+def test_place_left_to_another_router_keeps_no_higher_priority_waiting(later_s: float) -> None:
+    """The request of higher priority waits for one replica when a place on the other comes free."""
+    pool = SharedReplicas(((MODEL,),) * 2, limits={"longest_s": 120.0})
+    large = OfferedRequest(prompt=38_000)
+    pool.arrive(replace(large, slower=3.0))
+    pool.pass_s(0.05)
+    pool.arrive(replace(large, answer=300, slower=0.6))
+    pool.pass_s(0.1)
+    for _ in range(6):
+        pool.arrive(replace(large, router=1))
+    pool.pass_s(later_s)
+    first = pool.arrive(replace(large, priority=1))
+    assert first is not None
+    sent = len(pool.sent)
+    while len(pool.sent) == sent:
+        pool.pass_s(STEP_S)
+    assert pool.sent[sent].request.priority == 1
+
+
 @examples
 @given(requests(10, 30))
 def test_no_request_blocks_other_models(given: list[OfferedRequest]) -> None:

@@ -412,7 +412,7 @@ def test_several_routers_do_not_all_choose_the_replica_with_the_fewest_requests(
     clock: ManualClock,
 ) -> None:
     here, other = (fleet_of(clock, A10, A10, A10, A10) for _ in range(2))
-    for number in (1, 2, 3):
+    for number in (1, 1, 2, 2, 3, 3, 4):
         here.dispatch(replica(number), chat(100, 500))
     clock.advance(1.0)
 
