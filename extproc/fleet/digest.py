@@ -58,7 +58,7 @@ class Digest(msgspec.Struct, eq=False, array_like=True):
     figures: Floats  # shape (FIGURES, replicas)
     admin: str = ""  # ``host:port`` of the router's admin server, in whole digests; empty: unknown
     queued: dict[str, dict[int, Finite]] = {}
-    """Replica-seconds in the router's queue, by replica that they wait for and by priority."""
+    """Work queued at the router in replica-seconds, by awaited replica and by priority."""
 
     def __post_init__(self) -> None:
         if self.admin:

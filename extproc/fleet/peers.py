@@ -1,6 +1,5 @@
 """Load of the other routers, the peers: their last digests, moved forward in time."""
 
-from collections import Counter
 from collections.abc import Collection, Mapping
 from itertools import islice
 from math import inf, nan
@@ -60,7 +59,7 @@ class Peers:
         self._numbers: dict[str, int] = {}  # peer → number of its last digest, in order of arrays
         self._admins: dict[str, str] = {}  # peer → its admin address, if known
         self._queued: dict[str, Mapping[str, Mapping[int, float]]] = {}  # by peer, see Digest
-        self._totals: dict[str, Counter[int]] = {}  # the same, summed over the replicas
+        self._totals: dict[str, dict[int, float]] = {}  # the same, summed over the replicas
         self._freed: dict[int, None] = {}  # rows in which the requests of a peer became fewer
         self._load = np.zeros((POLLED_ROWS.stop, 0, 0))  # figures, peers, replicas
         self._arrived_at = np.zeros(0)  # when the last digest arrived
@@ -109,11 +108,11 @@ class Peers:
         """Replica-seconds of the requests of a priority in the queues of the peers that count; at
         most ``most`` for each peer."""
         totals = zip(self._totals.values(), self._counts.tolist(), strict=True)
-        return sum(min(total[priority], most) for total, counts in totals if counts)
+        return sum(min(total.get(priority, 0.0), most) for total, counts in totals if counts)
 
     def queued_for(self, replica: str) -> list[tuple[Mapping[int, float], float]]:
-        """Replica-seconds queued for a replica, by priority, at each peer that counts and has
-        requests queued for the replica; and the requests that the peer has in flight there."""
+        """For each peer that counts and has requests queued for the replica: the replica-seconds
+        queued, by priority, and the peer's requests in flight there."""
         row = self._rows.get(replica)
         if row is None or not any(replica in queue for queue in self._queued.values()):
             return []
@@ -146,9 +145,7 @@ class Peers:
             self._numbers[name] = digest.number
             if digest.admin:
                 self._admins[name] = digest.admin
-            self._queued[name], self._totals[name] = digest.queued, Counter()
-            for work in digest.queued.values():
-                self._totals[name].update(work)
+            self._queued[name], self._totals[name] = digest.queued, _total(digest.queued)
             place = list(self._numbers).index(name)
             self._arrived_at[place] = now - age
             changed = bool(digest.replicas) or digest.kind is not DigestKind.CHANGES
@@ -275,3 +272,12 @@ class Peers:
     def _add_up(self) -> None:
         self.counted = bool(self._counts.any())
         np.matmul(self._counts, self._load[:FIGURES], out=self._replicas.peers)
+
+
+def _total(queued: Mapping[str, Mapping[int, float]]) -> dict[int, float]:
+    """Sums queued work over the replicas, by priority."""
+    total = dict[int, float]()
+    for work in queued.values():
+        for priority, seconds in work.items():
+            total[priority] = total.get(priority, 0.0) + seconds
+    return total

@@ -39,8 +39,8 @@ class Backlog:
         self._seconds: dict[Key, float] = {}  # replica-seconds, by priority and tenant
         self._victims = Ranked[Key]()  # lowest priority first, then most requests
         self.left: dict[int, int] = {}
-        """Row of each replica that is left to another router (:mod:`extproc.route.turns`), and the
-        highest priority of the requests that may not start there."""
+        """Row of each replica that is left to another router (:mod:`extproc.route.turns`) → highest
+        priority that may not start there."""
 
     def __bool__(self) -> bool:
         return bool(self._models or self.left)

@@ -65,9 +65,10 @@ def soonest(situation: Situation, equal: Indices) -> Indices:
 def with_few_requests(situation: Situation, equal: Indices) -> Indices:
     """Return the candidates with few requests.
 
-    With one router, or if a candidate is idle, these are the candidates with the fewest. Otherwise
-    they are the candidates that have at most one request more than all have on average: until the
-    routers have heard of each other's last requests, they would otherwise choose the same one.
+    With one router, or if a candidate is idle, these are the candidates with the fewest. With
+    several routers, a candidate has few requests if it has at most one more than the mean of the
+    candidates. With a stricter rule, routers that have not heard of each other's last requests
+    would all choose the same candidate.
     """
     requests = situation.view.requests[equal]
     few = least(requests)

@@ -31,10 +31,12 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
   requests for another model, even if their tenant received more. The bounds hold for a tenant, not
   for each request: a request that needs much KV space may wait for one replica while later requests
   of its tenant start on other replicas.
-- *Several routers.* If a request ends on a replica for which another router has more than 1.5 times
-  as much work queued, in proportion to its requests there, this router sends no request of the
-  priority of that work or below to the replica for 0.1 s, for whatever model or tenant
-  (:mod:`extproc.route.turns`). Other room on a replica goes to the router that decides first.
+- *Several routers.* When a request of this router ends on a replica, the router compares for each
+  router the work queued for the replica ÷ (requests there + 1). If the quotient of another router
+  is more than 1.5 times as large, this router leaves the replica to that router until 0.1 s after
+  the first such end (:mod:`extproc.route.turns`). Until then it sends no request of the priority of
+  that work or below there, of whatever model or tenant. Other room goes to the router that decides
+  first.
 - *Cost.* With n queued requests, an arrival or the end of a request costs O(log n), and a number of
   decisions that does not depend on n. A sweep decides a bounded number of requests: if thousands
   could start at once, dispatching them takes seconds.
@@ -172,8 +174,8 @@ class Queue:
             self._offer(replica)
 
     def _take_turns(self) -> None:
-        """Offer replicas on which requests of other routers have ended, and the replicas that were
-        left to other routers long enough."""
+        """Offer replicas on which requests of other routers have ended, and the replicas whose time
+        for other routers is over."""
         members = self._fleet.members.by_row
         for row in (*self._turns.freed(), *self._turns.over()):
             self._offer(members[row].id)

@@ -1,4 +1,4 @@
-"""Turns of the routers at a replica for which several of them have requests queued."""
+"""Turns of the routers at the places of a replica for which requests are queued."""
 
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import Clock
@@ -16,13 +16,13 @@ class Turns:
     """Divides the places on a replica between the routers.
 
     If the router whose request has ended always took the place, a router with few queued requests
-    could keep all places on a replica. So the place belongs to the router with the largest
-    quotient, as seats belong to parties by D'Hondt's rule::
+    could keep all places on a replica. So this router leaves the place to another router whose
+    quotient is more than 1.5 times its own. D'Hondt's rule gives seats to parties in this way::
 
         replica-seconds queued for the replica ÷ (requests in flight there + 1)
 
     Only requests of the highest priority that any router has queued for the replica count. While a
-    router leaves a replica to another router, it sends no request of that priority or below there.
+    router leaves a replica, it sends no request of this highest priority or below there.
     """
 
     def __init__(self, fleet: Fleet, backlog: Backlog, clock: Clock) -> None:
@@ -32,8 +32,8 @@ class Turns:
         self._until: dict[int, float] = {}  # row → until when the replica is left
 
     def leave(self, replica: str) -> None:
-        """Leave a replica, on which a request of this router has ended, to another router for
-        0.1 s if it is that router's turn."""
+        """If it is another router's turn at a replica on which a request of this router has ended,
+        leave the replica to that router until 0.1 s after the first such end."""
         row = self._fleet.members.rows.get(replica)
         if row is not None and (priority := self._others(row)) is not None:
             self._until.setdefault(row, self._clock() + _LEFT_S)
@@ -49,12 +49,12 @@ class Turns:
 
     def freed(self) -> list[int]:
         """Return the rows of at most eight replicas on which requests of other routers have ended,
-        and where it is no other router's turn."""
+        if requests are queued here for the replica and it is no other router's turn."""
         rows = self._fleet.peers.take_freed(_FREED)
         return [row for row in rows if self._backlog.work_at(row) and self._others(row) is None]
 
     def _others(self, row: int) -> int | None:
-        """Return the priority of the requests of another router whose turn it is; None: it is no
+        """Return the priority of the work for which it is another router's turn; None: it is no
         other router's turn."""
         replica, own = self._fleet.members.by_row[row].id, self._backlog.work_at(row)
         others = self._fleet.peers.queued_for(replica)

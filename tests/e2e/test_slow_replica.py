@@ -1,5 +1,5 @@
-"""In an overload of two fast replicas and a slow one, no request waits or is refused in vain, also
-with two routers."""
+"""In an overload of two fast replicas and a slow one, no request waits or is refused in vain. Two
+routers share the replicas."""
 
 import asyncio
 from dataclasses import dataclass

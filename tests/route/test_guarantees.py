@@ -355,7 +355,7 @@ def test_place_that_comes_free_goes_to_the_router_with_more_queued() -> None:
         while len(pool.sent) == sent:
             pool.pass_s(STEP_S)
         [at] = [seen.request.router for seen in pool.sent[sent:]]
-        assert queued[at] > 0.7 * queued[1 - at]
+        assert 1.5 * queued[at] >= queued[1 - at]
 
 
 @pytest.mark.parametrize("later_s", [1.05, 1.1, 1.15])
