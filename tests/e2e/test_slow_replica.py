@@ -1,10 +1,13 @@
-"""In an overload of two fast replicas and a slow one, no request waits or is refused in vain. Two
-routers share the replicas."""
+"""In an overload of two fast replicas and a slow one, no request waits or is refused in vain, with
+one router and with two."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
+
+import pytest
+import pytest_asyncio
 
 from extproc.ground.clock import monotonic
 from extproc.lab.harness.pages import get_json
@@ -26,10 +29,18 @@ MARGIN = 1.25
 """Tolerance, because the replicas of a busy machine are slower than predicted. On an idle machine
 the longest wait and service take 0.7 of the slow replica's time."""
 SETTLES_S = 0.2  # in which a place that has come free is offered to the queue
-HOLD = {"longest_s": 6.0, "most": 12}  # of each router
-system = partial(
-    PatientStack, replicas=here(REPLICAS), settings={**SETTINGS, "hold": HOLD}, routers=2
-)
+MOST = 25  # requests queued at all routers
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=[1, 2])
+async def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[PatientStack]:
+    routers = request.param
+    settings = {**SETTINGS, "hold": {"longest_s": 6.0, "most": MOST // routers}}
+    folder = tmp_path_factory.mktemp("stack")
+    async with PatientStack(folder, here(REPLICAS), settings=settings, routers=routers) as stack:
+        yield stack
 
 
 @dataclass
