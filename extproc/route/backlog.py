@@ -1,6 +1,6 @@
 """Requests queued at this router, by model and by replica, and the replicas that they reserve."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from math import inf
 
 import numpy as np
@@ -132,14 +132,18 @@ class Backlog:
 
     def work(self) -> dict[str, dict[int, float]]:
         """Replica-seconds of the requests that wait for each replica, by priority."""
-        loads = {priority: load.tolist() for priority, load in self._load.items()}
-        lines = ((row, next(iter(lines.values()))) for row, lines in self._replicas.items())
-        return {line.head().replica: _work_at(row, loads) for row, line in lines}
+        names = [next(iter(lines.values())).head().replica for lines in self._replicas.values()]
+        return dict(zip(names, self.work_at([*self._replicas]), strict=True))
 
-    def work_at(self, row: int) -> dict[int, float]:
-        """Replica-seconds of the requests that wait for the replica in this row, by priority."""
-        last = {at: load[:, row : row + 1].tolist() for at, load in self._load.items()}
-        return _work_at(0, last)
+    def work_at(self, rows: Sequence[int]) -> list[dict[int, float]]:
+        """Replica-seconds of the requests that wait for the replica in each row, by priority."""
+        found = [dict[int, float]() for _ in rows]
+        for priority, load in self._load.items():
+            columns = load.take(rows, axis=1, mode="clip").T.tolist()
+            for work, (number, seconds) in zip(found, columns, strict=True):
+                if number:
+                    work[priority] = seconds
+        return found
 
     def ahead(
         self, view: FleetView, place: Place, elsewhere: Callable[[int, float], float]
@@ -219,15 +223,6 @@ class Backlog:
             return False
         lead = self.shares.tag(place.key) - self.shares.tag(head.key)
         return lead > LEAD_S * len(head.usable)
-
-
-def _work_at(column: int, loads: Mapping[int, list[list[float]]]) -> dict[int, float]:
-    """Replica-seconds in a column of the loads, by priority, if the column has requests."""
-    return {
-        priority: seconds[column]
-        for priority, (numbers, seconds) in loads.items()
-        if column < len(numbers) and numbers[column]
-    }
 
 
 def _remove(request: Waiting, lines: Lines) -> None:

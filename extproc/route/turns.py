@@ -1,5 +1,7 @@
 """Turns of the routers at the places of a replica for which requests are queued."""
 
+from collections.abc import Mapping
+
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import Clock
 from extproc.route.backlog import Backlog
@@ -35,7 +37,10 @@ class Turns:
         """If it is another router's turn at a replica on which a request of this router has ended,
         leave the replica to that router until 0.1 s after the first such end."""
         row = self._fleet.members.rows.get(replica)
-        if row is not None and (priority := self._others(row)) is not None:
+        if row is None:
+            return
+        [own] = self._backlog.work_at([row])
+        if (priority := self._others(row, own)) is not None:
             self._until.setdefault(row, self._clock() + _LEFT_S)
             self._backlog.left[row] = priority
 
@@ -50,13 +55,14 @@ class Turns:
     def freed(self) -> list[int]:
         """Return the rows of at most eight replicas on which requests of other routers have ended,
         if requests are queued here for the replica and it is no other router's turn."""
-        rows = self._fleet.peers.take_freed(_FREED)
-        return [row for row in rows if self._backlog.work_at(row) and self._others(row) is None]
+        rows = [*self._fleet.peers.take_freed(_FREED)]
+        works = zip(rows, self._backlog.work_at(rows), strict=True)
+        return [row for row, own in works if own and self._others(row, own) is None]
 
-    def _others(self, row: int) -> int | None:
+    def _others(self, row: int, own: Mapping[int, float]) -> int | None:
         """Return the priority of the work for which it is another router's turn; None: it is no
-        other router's turn."""
-        replica, own = self._fleet.members.by_row[row].id, self._backlog.work_at(row)
+        other router's turn. ``own``: this router's work for the replica, by priority."""
+        replica = self._fleet.members.by_row[row].id
         others = self._fleet.peers.queued_for(replica)
         priority = max((at for work, _ in others for at in work), default=None)
         if priority is None or any(at > priority for at in own):

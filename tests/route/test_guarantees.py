@@ -647,7 +647,7 @@ COST = partial(test_cost_of_arrival_and_end_does_not_depend_on_queue_length, 1, 
 FAULTS: list[tuple[Callable[..., object], object, str, object]] = [
     (SOONER, router, "_without_idle_wait", lambda choice, *_: choice),
     (SEVERAL, Peers, "queued", lambda *_: 0.0),
-    (TURNS, Turns, "leave", lambda *_: False),
+    (TURNS, Turns, "leave", lambda *_: None),
     (test_no_request_blocks_other_models, Backlog, "reserves", _blocking),
     (test_overtaking_is_bounded, Backlog, "reserves", lambda *_: False),
     (test_no_request_waits_for_a_lower_priority, Backlog, "reserves", lambda *_: False),
