@@ -6,7 +6,7 @@ import json
 import re
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,10 +120,12 @@ class EnvoyClient:
             return True
 
     async def decisions(self, request_id: str) -> list[dict[str, Any]]:
-        try:
-            return list(await self._admin(f"/decisions?request_id={request_id}"))
-        except aiohttp.ClientError:
-            return []
+        """Return the records that the routers have of a request."""
+        found, path = list[dict[str, Any]](), f"/decisions?request_id={request_id}"
+        for router in self.stack.routers:
+            with suppress(aiohttp.ClientError):
+                found += await self._admin(path, self.stack.admin(router))
+        return found
 
     async def fleet(self) -> dict[str, Any]:
         return dict(await self._admin("/fleet"))
@@ -247,7 +249,8 @@ class EnvoyClient:
         async with self.session.post(url, json=body) as response:
             assert response.status == 200, await response.text()
 
-    async def _admin(self, path: str) -> Any:
-        url, limit = self.stack.router_admin + path, aiohttp.ClientTimeout(total=PATIENCE_S)
+    async def _admin(self, path: str, admin: str = "") -> Any:
+        url = (admin or self.stack.router_admin) + path
+        limit = aiohttp.ClientTimeout(total=PATIENCE_S)
         async with self.session.get(url, timeout=limit) as response:
             return await response.json()

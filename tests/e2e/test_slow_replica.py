@@ -4,13 +4,11 @@ one router and with two."""
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from extproc.ground.clock import monotonic
-from extproc.lab.harness.pages import get_json
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import EnvoyClient
 from tests.e2e.stack import SETTINGS, PatientStack, here
@@ -92,14 +90,7 @@ async def send(client: EnvoyClient, name: str) -> ServedRequest:
     if answer.status == 429:
         return ServedRequest(answer.sent, ended, ended, "")
     assert answer.status == 200, answer
-    record = await decision(client.stack, name)
+    [record] = await client.decisions(name)
     queued_s = record["outcome"]["queued_s"]
     replica = client.stack.name_of(record["replica"])
     return ServedRequest(answer.sent, answer.sent + queued_s, ended, replica)
-
-
-async def decision(stack: PatientStack, request_id: str) -> dict[str, Any]:
-    """Return the record of a request, which one of the routers has."""
-    urls = [f"{stack.admin(name)}/decisions?request_id={request_id}" for name in stack.routers]
-    [record] = [record for url in urls for record in await get_json(url) or ()]
-    return dict(record)
