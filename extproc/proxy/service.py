@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from dataclasses import replace
-from math import inf
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -70,7 +69,6 @@ class GrpcServer:
         """Services without replicas, for unknown pools: Envoy's fallback serves their requests."""
         self._unknown_names: set[str] = set()  # bounded by Envoy's configuration
         self._exchanges: dict[Exchange, None] = {}  # of open streams, the oldest first
-        self._opened_at = -inf  # when the last stream began
         self._overload = OutageLog(logger, _REFUSES, _ACCEPTS, level=logging.ERROR)
         self._stopping = False
         services.metrics.open_streams.set_function(lambda: len(self._exchanges))
@@ -128,13 +126,12 @@ class GrpcServer:
         """Stops the server; open streams have ``drain_s`` seconds to end.
 
         Health checks fail at once. New streams are accepted until Envoy must have noticed the
-        failed checks, because Envoy serves the request of a refused stream without the router. An
-        idle router refuses new streams at once.
+        failed checks: Envoy serves the request of a refused stream without the router or, in full
+        duplex, answers 500.
         """
         self._stopping = True
         await self._report_readiness()
-        idle = not self._exchanges and self._services.clock() - self._opened_at > LAME_DUCK_S
-        lame_duck_s = 0.0 if idle else min(LAME_DUCK_S, drain_s)
+        lame_duck_s = min(LAME_DUCK_S, drain_s)
         await asyncio.sleep(lame_duck_s)
         await self._server.stop(drain_s - lame_duck_s)
 
@@ -185,7 +182,6 @@ class GrpcServer:
         trace = None if traces is None else traces.begin(metadata)
         exchange = Exchange(self._services_of(pool, context), Call(context, ended), trace)
         self._exchanges[exchange] = None
-        self._opened_at = self._services.clock()
         try:
             await stream(exchange)
         except DecodeError:

@@ -73,6 +73,18 @@ async def test_drain_waits_for_open_streams(services: Services) -> None:
     assert services.fleet.in_flight == 0
 
 
+async def test_idle_router_that_stops_accepts_streams_until_envoy_leaves_it(
+    services: Services,
+) -> None:
+    """In full duplex, Envoy answers 500 if the router refuses a stream."""
+    server = GrpcServer(services)
+    async with running(server) as channel:
+        stopping = asyncio.create_task(server.stop(drain_s=30))
+        await until_read(lambda: serving(channel), lambda names: names == ["liveness"])
+        assert set(destination(await EnvoySide(channel).ask())) == MEMBERS
+        await asyncio.wait_for(stopping, PATIENCE_S)
+
+
 async def test_router_is_ready_once_a_replica_is_known(config: Config, logged: Logged) -> None:
     serve = config.serve.model_copy(update={"share": 0.05})
     services = build(config.model_copy(update={"serve": serve}), CollectorRegistry())
