@@ -3,6 +3,7 @@
 import re
 from contextlib import suppress
 from itertools import islice
+from string import ascii_letters
 
 import numpy as np
 from pydantic_core import from_json
@@ -25,8 +26,9 @@ _NAMES = re.compile(
 )
 _TRIES = 4
 
-_BASE64 = re.compile(rb"[A-Za-z0-9+/_-]{256}\Z")
-_TOKEN_IDS = re.compile(rb"[\d,\s\[\]]{256,}\Z")
+_BASE64 = ascii_letters.encode() + b"0123456789+/_-"
+_TOKEN_IDS = b"0123456789,[] \t\r\n"
+_RUN = 256  # bytes of one kind at the end of a part: the rest of the body is of this kind, too
 
 
 def without_mark(body: bytes) -> bytes:
@@ -92,8 +94,7 @@ def tokens_per_byte(part: bytes, of_text: float) -> float:
     text, with ``of_text`` tokens per byte.
     """
     tail = part[-_TAIL:]
-    if _BASE64.search(tail):
+    base64, ids = (tail[len(tail.rstrip(kind)) :] for kind in (_BASE64, _TOKEN_IDS))
+    if len(base64) >= _RUN:
         return 0.0
-    if ids := _TOKEN_IDS.search(tail):
-        return ids[0].count(b",") / len(ids[0])
-    return of_text
+    return ids.count(b",") / len(ids) if len(ids) >= _RUN else of_text

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from typing import Any
 
 import pytest
@@ -227,6 +228,16 @@ def test_ordinary_body_is_read_whole(value: str, times: int) -> None:
     got = measured(Endpoint.CHAT, body.encode())
     assert got.output_bound == 9
     assert got.prompt_bytes > 0
+
+
+@pytest.mark.parametrize("unit", [b"1,", b"a", b"1, [2], "])
+def test_body_without_a_prompt_is_measured_in_little_time(unit: bytes) -> None:
+    first_half = b'{"model": "m", "unknown": "' + unit * (5_000 // len(unit)) + b"!"
+    body = first_half + b"." * len(first_half) + b'"}'
+    started = time.process_time()
+    for _ in range(20):
+        assert measured(Endpoint.CHAT, body).model == "m"
+    assert time.process_time() - started < 0.5
 
 
 def test_150_000_token_ids_are_counted() -> None:
