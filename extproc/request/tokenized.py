@@ -27,9 +27,9 @@ class TokenizedPrompt(NamedTuple):
 
     def prefix(self, seed: int) -> Prefix:
         """Return the keys of the prompt, as far as its token ids are known."""
-        ids = self.ids
-        prefix = prefix_of(ids.tobytes(), len(ids), seed)
-        return replace(prefix, ids=ids, whole=prefix.whole if self.complete else 0)
+        prefix = prefix_of(self.ids.tobytes(), len(self.ids), seed)
+        whole = prefix.whole if self.complete else 0
+        return replace(prefix, tokens=self.tokens, ids=self.ids, whole=whole)
 
 
 class _Unit(NamedTuple):

@@ -279,6 +279,7 @@ def test_long_prompt_is_tokenised_over_several_requests(
         got = profiled(tokens, Endpoint.CHAT, messages=[user(TEXT[:50_000])])
         assert 0 < sum(map(len, encoded)) <= 16_384
         assert got.prompt_tokens == pytest.approx(len(ids), rel=0.1)
+        assert got.prefix.tokens == got.prompt_tokens
         sizes.append(len(read(got)))
         assert read(got) == ids[: sizes[-1]]
         assert bool(got.prefix.whole) == (sizes[-1] == len(ids))
