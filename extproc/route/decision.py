@@ -1,7 +1,6 @@
 """Decision: its inputs, the choice, and the forecast that is kept until the request ends."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -147,14 +146,11 @@ class Decision(Struct, eq=False):
         return structs.replace(self, choice=choice, replica=replica)
 
     def drop_large_parts(self) -> None:
-        """Drop large parts that nothing needs after the dispatch, because decisions are kept for
-        long. A thousand sequences in flight take 100 kB, and so do the token ids of a long prompt.
-        """
+        """Drop large parts that nothing needs after the dispatch, because decisions and profiles
+        are kept for long. A thousand sequences in flight take 100 kB, and so do the token ids of a
+        long prompt."""
         self.situation.sequences = NO_SEQUENCES
-        prefix = self.profile.prefix
-        if len(prefix.ids):
-            without_ids = replace(prefix, ids=NO_PREFIX.ids)
-            self.situation.profile = replace(self.profile, prefix=without_ids)
+        self.profile.prefix.ids = NO_PREFIX.ids
 
     def forecast(self) -> Forecast:
         first, situation = self.choice.first, self.situation
