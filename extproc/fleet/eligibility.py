@@ -39,6 +39,8 @@ class Eligibility:
     def __init__(self, clock: Clock, names: ModelNames, rows: Mapping[str, int]) -> None:
         self.staleness = Staleness(clock())
         self.any_new = False
+        self.rejecting = set[str]()
+        """Replicas whose last answer was from 400 to 499: the last choices for a retry."""
         self._clock = clock
         self._names = names
         self._rows = rows
@@ -115,12 +117,18 @@ class Eligibility:
     def succeeded(self, replica: str) -> bool:
         """Notes an answer with a status below 400; returns True if that ends an ejection."""
         self.response_seen(replica)
+        self.rejecting.discard(replica)
         member = self.conditions.get(replica)
         if member is None or not member.ejection.failures:
             return False
         recovers = member.ejection.pending
         member.ejection, self._changed = Ejection(), True
         return recovers
+
+    def rejected(self, replica: str) -> None:
+        """Notes an answer from 400 to 499, of which the request may be the cause."""
+        self.response_seen(replica)
+        self.rejecting |= {replica} & self.conditions.keys()
 
     def response_seen(self, replica: str) -> None:
         """Notes that the replica sent response headers or a part of a response."""
@@ -135,6 +143,7 @@ class Eligibility:
 
     def forget(self, replica: str) -> None:
         self.conditions.pop(replica, None)
+        self.rejecting.discard(replica)
         self.staleness.forget(replica)
         self._changed = True
 

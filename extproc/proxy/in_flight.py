@@ -171,7 +171,7 @@ class InFlight:
         if 400 <= status < 500:
             # The request may be the cause: the answer is no success, and if Envoy retried the
             # request, the first replica did not fail.
-            services.fleet.eligibility.response_seen(self.served_by)
+            services.fleet.eligibility.rejected(self.served_by)
             return
         # A request that fails on two replicas may itself be the cause: neither failure counts.
         # Without a connection to the second replica, both failures count.

@@ -25,6 +25,7 @@ _SMALL = 0.2
 """If the first token was not observed, a decode time is learned only if the predicted TTFT is at
 most 0.2 of the completion. Above, errors of the predicted TTFT would weigh too much."""
 
+_LAST = 1e9  # puts a replica behind all others in any policy's scores
 _STEPS, _SHARE = 2.0, 0.02  # tokens, or share of the bound, by which the ledger's count may be low
 
 
@@ -173,12 +174,15 @@ class Router:
 
     def _second(self, situation: Situation, choice: Choice, name: str) -> str | None:
         """Return the next best replica that knows the model by the name that the request will
-        carry."""
-        members, ids = self.fleet.members, situation.view.ids
-        second = choice.second
+        carry. Replicas whose last answer was from 400 to 499 come last: if the chosen replica has
+        another key than the others, only a retry elsewhere shows that the replica fails."""
+        members, ids, scores = self.fleet.members, situation.view.ids, choice.scores
         if members.names.served(situation.profile.model) != (situation.profile.model,):
             alike = [name in members.models_on(candidate) for candidate in ids]
-            second = runner_up(np.where(alike, choice.scores, np.inf), choice.first)
+            scores = np.where(alike, scores, np.inf)
+        if rejecting := self.fleet.eligibility.rejecting:
+            scores = scores + [_LAST * (candidate in rejecting) for candidate in ids]
+        second = runner_up(scores, choice.first)
         return None if second is None else ids[second]
 
     def model(

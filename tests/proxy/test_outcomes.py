@@ -368,6 +368,21 @@ async def test_retry_is_no_failure_if_the_second_replica_answers_4xx(
     assert services.fleet.eligibility.has_suspects == (status == 200)
 
 
+async def test_replicas_with_another_key_are_no_second_choice_of_each_other(
+    envoy: EnvoySide, services: Services, registry: CollectorRegistry
+) -> None:
+    put_replicas(services, 3, 4)
+    wrong, statuses = {replica(1), replica(2)}, []
+    for _ in range(20):
+        async with envoy.stream() as stream:
+            tried = destination(await stream.ask())
+            served = next((each for each in tried if each not in wrong), tried[-1])
+            statuses.append(401 if served in wrong else 200)
+            await stream.answer(status=statuses[-1], upstream=served)
+    assert statuses.count(401) <= len(wrong)
+    assert all(value(registry, "failures_total", {"replica": each}) for each in wrong)
+
+
 async def test_request_in_flight_keeps_no_candidates() -> None:
     """A thousand candidates would take 0.3 MB for each request in flight."""
     services = router_of(config_of(serve={"decisions_kept": 0}), 1)
