@@ -90,17 +90,18 @@ class EdsServer:
         self._files = files
         self.streams: dict[asyncio.Task[None], asyncio.Event] = {}
         """Reading task of each open stream → event, set when a response may be due there."""
-        self._server = grpc.aio.server(options=_OPTIONS)
         self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        stream = grpc.stream_stream_rpc_method_handler(self._stream)
-        handler = grpc.method_handlers_generic_handler(SERVICE, {METHOD: stream})
-        self._server.add_generic_rpc_handlers((handler,))
 
     async def start(self, address: str) -> int:
-        """Listen on ``host:port`` and return the port."""
-        port = open_port(self._server, address, self._files, "eds")
-        await self._server.start()
+        """Listen on ``host:port`` and return the port. After an error no gRPC server is left."""
+        stream = grpc.stream_stream_rpc_method_handler(self._stream)
+        handler = grpc.method_handlers_generic_handler(SERVICE, {METHOD: stream})
+        server = grpc.aio.server(options=_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        server.add_generic_rpc_handlers((handler,))
+        port = open_port(server, address, self._files, "eds")
+        await server.start()
+        self._server = server
         await self.report(serving=True)
         return port
 

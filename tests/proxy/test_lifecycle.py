@@ -3,13 +3,15 @@
 import asyncio
 import gc
 import socket
+from collections.abc import Callable
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from extproc.config import Config
+from extproc.config import Config, MutualTlsSettings
+from extproc.envoy.eds_server import EdsServer
 from extproc.proxy.app import build
 from extproc.proxy.service import SERVICE, GrpcServer
 from extproc.proxy.services import Services
@@ -46,9 +48,14 @@ def grpc_servers() -> int:
     return sum(isinstance(each, grpc.aio.Server) for each in gc.get_objects())
 
 
-async def test_router_that_cannot_listen_leaves_no_grpc_server(services: Services) -> None:
+@pytest.mark.parametrize(
+    "make", [GrpcServer, lambda _: EdsServer({}, MutualTlsSettings())], ids=["serve", "eds"]
+)
+async def test_server_that_cannot_listen_leaves_no_grpc_server(
+    services: Services, make: Callable[[Services], GrpcServer | EdsServer]
+) -> None:
     """At exit, gRPC prints an error about each server that was never stopped."""
-    before, server = grpc_servers(), GrpcServer(services)
+    before, server = grpc_servers(), make(services)
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(OSError, match="cannot listen for Envoy"),
