@@ -20,7 +20,7 @@ If a CPU limit stops the process for a part of every 100 ms, equal pauses might 
 _WARNINGS_EVERY = 5  # turns of the loop in ``run``
 _REFUSED = "requests refused: add or start replicas, or change the limits (docs/overload.md)"
 _FAILED = "requests failed on replicas: read the log of each replica"
-_OF_CLIENTS = "invalid_json", "invalid_type", "invalid_model", "model_not_found"
+_OF_CLIENTS = "invalid_json", "invalid_type", "invalid_model", "model_not_found", "body_too_large"
 """Refusals for mistakes of clients; these are not logged."""
 _NOT_FOLLOWED = "Envoy did not follow decisions: run 'extproc check --envoy-admin URL'"
 

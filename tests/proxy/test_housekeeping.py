@@ -139,6 +139,18 @@ async def test_failures_of_replicas_are_logged(caplog: pytest.LogCaptureFixture)
     assert vars(caplog.records[-1])[f"r1 ({replica(1)})"] == 1
 
 
+async def test_refusals_are_logged_unless_the_client_is_to_blame(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    services = router_of(config_of(), 1)
+    for reason in ("saturated", "model_not_found", "body_too_large"):
+        services.metrics.refused.add(reason)
+    await one_pass(services)
+    (record,) = caplog.records
+    assert record.message.startswith("requests refused: ")
+    assert vars(record).keys() & {"saturated", "model_not_found", "body_too_large"} == {"saturated"}
+
+
 async def test_gauges_that_do_not_move_are_a_figure() -> None:
     clock = ManualClock()
     services = build(config_of(), CollectorRegistry(), clock, clock)
