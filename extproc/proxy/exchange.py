@@ -48,7 +48,6 @@ class Exchange:
         self._envoy_waits = True  # Envoy waits for replies
         self._returns_chunks = False  # Envoy waits for the reply to each chunk of the response
         self._request_ended = False  # in full duplex: the last chunk of the body was read
-        self._destination = ""  # of the dispatched request: ``ip:port[,ip:port]``
         self._in_flight: InFlight | None = None
         self._observed: Observed | None = None  # None: not observed, or the response has begun
 
@@ -236,10 +235,8 @@ class Exchange:
     def dispatch(self, decision: Decision, waited: float = 0.0, reason: str = "") -> None:
         """Adds the request to the ledger, after ``waited`` seconds in the queue for ``reason``."""
         services, outcome = self.services, self._logged(decision)
-        self._destination = self.destination(decision)
-        self._in_flight = InFlight(
-            services, decision, self._destination, outcome, self.response_visible
-        )
+        destination = self.destination(decision)
+        self._in_flight = InFlight(services, decision, destination, outcome, self.response_visible)
         services.metrics.requests.add("routed")
         services.metrics.decisions.add(decision.policy, decision.replica)
         if waited:
@@ -253,12 +250,6 @@ class Exchange:
         services, request_id = self.services, self.headers.request_id
         now, pool = services.wall(), services.config.pool
         return services.log.add(request_id, now, decision, pool, observed).outcome
-
-    def forward(self, decision: Decision) -> None:
-        """Sends the request to the chosen replica without an entry in the ledger, because the
-        engine does not work on the request."""
-        self._destination = self.destination(decision)
-        self.services.metrics.requests.add("passed")
 
     def observe(self, decision: Decision) -> None:
         """Keeps the decision, to compare it with Envoy's choice, which the response will show."""
@@ -307,7 +298,7 @@ class Exchange:
         if priority is not None and takes and (priority or profile.claims_priority):
             body = with_priority(body, priority)
         self.body.replace(body)
-        reply = messages.send_to(phase, self._destination, leave_body, priority)
+        reply = messages.send_to(phase, self.destination(decision), leave_body, priority)
         if not self.services.config.serve.decision_metadata or self._in_flight is None:
             return reply
         return messages.with_metadata(reply, summary_of(decision, self._in_flight.outcome.queued_s))
