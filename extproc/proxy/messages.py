@@ -222,15 +222,11 @@ class Upstream(NamedTuple):
 
 def upstream_of(message: ProcessingRequest) -> Upstream:
     """Reads the :class:`Upstream` of a request from the message with the response's headers."""
-    address, attempts, flags = b"", 0, 0
-    if _ATTRIBUTES in message.attributes:
-        fields = message.attributes[_ATTRIBUTES].fields
-        address = fields["upstream.address"].string_value
-        attempts = int(fields[ATTEMPTS].number_value)
-        flags = int(fields["response.flags"].number_value)
-    namespaces, served, destination = message.metadata_context.filter_metadata, "", ""
-    if METADATA_NAMESPACE in namespaces:
-        metadata = namespaces[METADATA_NAMESPACE].fields
-        served, destination = metadata[SERVED].string_value, metadata[DESTINATION].string_value
-    is_unsent = bool(flags & _CONNECTION_FAILED)
-    return Upstream(address.decode() or served, attempts, destination, is_unsent)
+    # A missing key of a protobuf map reads as an empty message.
+    fields = message.attributes[_ATTRIBUTES].fields
+    metadata = message.metadata_context.filter_metadata[METADATA_NAMESPACE].fields
+    address = fields["upstream.address"].string_value.decode() or metadata[SERVED].string_value
+    attempts = int(fields[ATTEMPTS].number_value)
+    flags = int(fields["response.flags"].number_value)
+    destination = metadata[DESTINATION].string_value
+    return Upstream(address, attempts, destination, bool(flags & _CONNECTION_FAILED))
