@@ -20,7 +20,7 @@ _OVERLOADED = "x-envoy-overloaded"  # in answers of Envoy itself while a circuit
 _OK, _UNAVAILABLE = 200, 503
 _RETRIED = "no connection, a reset or an error status: Envoy retried elsewhere"
 """Reason of a retry; Envoy does not report which of the three occurred."""
-_RESPONSE_HEADERS = frozenset({"content-type", _OVERLOADED})
+_RESPONSE_HEADERS = frozenset({":status", "content-type", _OVERLOADED})
 
 
 class InFlight:
@@ -74,7 +74,7 @@ class InFlight:
         """Reads the response's headers; returns True if the router needs the body, too."""
         message = request.response_headers
         headers = messages.headers_of(message, _RESPONSE_HEADERS)
-        self.outcome.status = messages.status_of(message)
+        self.outcome.status = messages.status_of(headers)
         self._response_ended = message.end_of_stream
         self.outcome.overloaded = _OVERLOADED in headers
         self._served(messages.upstream_of(request))
@@ -305,7 +305,8 @@ class Observed(NamedTuple):
         """Adds the request to the ledger; ``request`` has the headers of the response. Returns None
         if an unknown server answered, or a replica that the router had excluded."""
         replica, services = messages.upstream_of(request).address, self.services
-        self.outcome.status = messages.status_of(request.response_headers)
+        headers = messages.headers_of(request.response_headers, _RESPONSE_HEADERS)
+        self.outcome.status = messages.status_of(headers)
         if replica not in services.fleet.members:  # Envoy answered itself, or a tunnel did
             services.metrics.observed.add("unknown")
             return None

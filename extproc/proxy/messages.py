@@ -173,9 +173,9 @@ def headers_of(message: HttpHeaders, names: Container[str]) -> dict[str, str]:
     }
 
 
-def status_of(message: HttpHeaders) -> int | None:
+def status_of(headers: Mapping[str, str]) -> int | None:
     """Status of a response, or None if the headers have none."""
-    status = headers_of(message, (":status",)).get(":status", "")
+    status = headers.get(":status", "")
     return int(status) if status.isdecimal() else None
 
 
