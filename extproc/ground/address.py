@@ -1,9 +1,11 @@
 """Network addresses as people write them: ``host:port``, ``1.2.3.4:80``, ``[::1]:80``."""
 
-import asyncio
 import ipaddress
 import re
-from socket import AF_INET, AF_UNSPEC, SOCK_STREAM, gethostname
+from contextlib import suppress
+from socket import gethostname
+
+from extproc.ground.runtime import look_up
 
 _ADDRESS = re.compile(
     r"(?:\[(?P<ipv6>[^\s\[\]/]*:[^\s\[\]/]*)\]|(?P<host>[^\s\[\]/:@]+)):(?P<port>\d{1,5})", re.ASCII
@@ -55,20 +57,13 @@ async def reachable(address: str) -> str:
     host, port = split_address(address)
     if not is_ip(host) or not ipaddress.ip_address(host).is_unspecified:
         return address
-    name, family = gethostname(), AF_INET if host == "0.0.0.0" else AF_UNSPEC
-    try:
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(name, port, family=family, type=SOCK_STREAM)
-    except (OSError, UnicodeError):
-        found = []
-    hosts = (str(socket_address[0]) for *_, socket_address in found)
-    return join_address(next(filter(_is_public, hosts), name), port)
-
-
-def _is_public(host: str) -> bool:
-    """Returns True if other machines may reach the IP address."""
-    found = ipaddress.ip_address(host)
-    return not (found.is_loopback or found.is_link_local)
+    name = gethostname()
+    with suppress(OSError, UnicodeError):
+        for found in map(ipaddress.ip_address, await look_up(name)):
+            same_family = host != "0.0.0.0" or found.version == 4
+            if same_family and not (found.is_loopback or found.is_link_local):
+                return join_address(str(found), port)
+    return join_address(name, port)
 
 
 def within_reach(address: str, process: str) -> bool:
