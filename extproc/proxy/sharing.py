@@ -164,9 +164,9 @@ async def _watch_pollers(redis: Redis, pool: str, fleet: Fleet, skips: Skips) ->
 
 
 async def _remember_models(redis: Redis, pool: str, fleet: Fleet) -> None:
-    """Reads which models were served lately, then stores each model that no replica serves any
-    more."""
-    members, stored, recalled = fleet.members, dict[str, float](), False
+    """Reads which models were served lately. Then stores the models that no replica serves any
+    more, again and again, because Redis may be emptied."""
+    members, recalled = fleet.members, False
     while True:
         epoch = wall() - monotonic()
         with suppress(RedisError, OSError):
@@ -174,9 +174,7 @@ async def _remember_models(redis: Redis, pool: str, fleet: Fleet) -> None:
                 found = await read_departed(redis, pool)
                 members.recall({model: at - epoch for model, at in found.items()})
                 recalled = True
-            departed = members.departed_models.copy()
-            if changed := dict(departed.items() - stored.items()):
-                times = {model: at + epoch for model, at in changed.items()}
+            if departed := members.departed_models:
+                times = {model: at + epoch for model, at in departed.items()}
                 await write_departed(redis, pool, times)
-                stored = departed
         await asyncio.sleep(_MODELS_EVERY_S)

@@ -20,6 +20,9 @@ async def test_restarted_router_knows_departed_models(
         assert not await redis_client.exists(key)
         for number in (1, 2):
             fleet.remove(replica(number))
+        for _ in range(2):
+            await until(lambda: redis_client.exists(key))
+            await redis_client.flushall()
         await until(lambda: redis_client.exists(key))
     async with router(redis_server.url, members=0) as fleet:
         await until(lambda: fleet.members.served_lately(MODEL, monotonic()))
