@@ -208,10 +208,6 @@ class Exchange:
             NoReplica: the router has to choose, and no replica is ready.
         """
         services, path = self.services, values.get(":path", "")
-        if self.endpoint is None:
-            services.metrics.requests.add("passed")
-        else:
-            self.left_to_envoy()
         listed = values.get(":method") == "GET" and lists_models(path)
         owner = services.fleet.response_owner(stored_response_of(path))
         if not self.steered:
@@ -230,6 +226,10 @@ class Exchange:
         else:
             headers = phase == "request_headers"
             reply = messages.LEAVE_ALONE if headers else messages.proceed(phase)
+        if self.endpoint is None:
+            services.metrics.requests.add("passed")
+        else:
+            self.left_to_envoy()
         await self.write(reply)
 
     def dispatch(self, decision: Decision, waited: float = 0.0, reason: str = "") -> None:

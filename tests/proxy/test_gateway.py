@@ -12,7 +12,7 @@ from extproc.proxy.body_memory import BODY_LIMIT_BYTES, BODY_MEMORY_BYTES
 from extproc.proxy.services import Services
 from extproc.request.media import LARGE_BODY
 from tests.fakes import replica
-from tests.proxy.conftest import config_of, on_fleet, put_replicas
+from tests.proxy.conftest import config_of, on_fleet, put_replicas, samples
 from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, Local, Stream
 from tests.proxy.replies import (
     MEMBERS,
@@ -115,3 +115,12 @@ async def test_duplex_stored_response_reaches_owner(envoy: EnvoySide, services: 
             reply = await stream.request_headers(path, "GET", True, subset=subset, **DUPLEX)
             assert destination(reply)[:1] == chosen_first
             assert reply.mode_override is None
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/responses/resp_1"])
+async def test_duplex_request_that_is_refused_counts_once(
+    stream: Stream, services: Services, path: str
+) -> None:
+    reply = await stream.request_headers(path, "GET", True, subset=["10.0.0.9:8000"], **DUPLEX)
+    assert status_of(reply) == 503
+    assert samples(services.metrics.requests) == {("refused",): 1}
