@@ -457,8 +457,8 @@ class Fleet:
         """Assumes that untried candidates are as fast, relative to their profiles, as the fastest
         candidate. Otherwise a wrong profile would keep all requests away from them, and they would
         never be measured."""
-        prefill = self._replicas.prefill_slowness[view.rows]
-        view.c_prefill[untried] *= least(prefill) / prefill[untried]
+        prefill = self._replicas.profile_prefill[view.rows]
+        view.c_prefill[untried] = least(view.c_prefill / prefill) * prefill[untried]
         decode = self._replicas.decode_slowness[view.rows]
         for column in (view.decode_step, view.c0, view.c_batch, view.c_kv):
             column[untried] *= least(decode) / decode[untried]
