@@ -116,25 +116,24 @@ class Fleet:
         now = self._clock()
         asked_at = now - age - state.scrape_seconds
         self._progress.advance(now)
-        before = self.members.get(state.id)
-        row = self._join(state) if before is None else self._rows[state.id]
+        row = self._rows[state.id] if state.id in self._rows else self._join(state)
+        before = self.members.by_row[row]
         idle = not self._replicas.requests.item(row) + self._replicas.peers_requests.item(row)
         prefilled_sent_at = self._replicas.prefilled_sent_at.item(row)
         frozen = self.eligibility.polled(state, age, idle, prefilled_sent_at)
         self.blocks.polled(state)
         self.members.by_row[row] = state
-        if before is not None and before.models != state.models:
+        if before.models != state.models:
             self.members.models_removed(before.models, now, state.models)
         self._learn_lengths(state, before)
-        is_repeated = before is not None and state.scraped_at == before.scraped_at
-        started_at = before.started_at if before else 0.0  # of the replica's process; 0: not known
+        is_repeated = state.scraped_at == before.scraped_at
         fell = state.steps < self._replicas.polled_steps[row]
-        is_older = fell and 0.0 < started_at == state.started_at  # a late poll by another poller
+        is_older = fell and 0.0 < before.started_at == state.started_at  # by another poller, late
         ignored = frozen or is_repeated or is_older or not state.healthy or state.unanswered_s > 0.0
-        restarted = not ignored and (fell or started_at not in (0.0, state.started_at))
+        restarted = not ignored and (fell or before.started_at not in (0.0, state.started_at))
         if state.measured:
             self._unmeasured.pop(row, None)
-        elif restarted or before is None:
+        elif restarted:
             self._unmeasured[row] = ProvisionalSpeed()
         self._set_hardware(row, state)
         self._replicas.reports[row] = state.kv_tokens > 0 and state.measured
@@ -162,11 +161,11 @@ class Fleet:
         self._reconciliation.set_hardware(row, state, step)
         self._corrections.slowed(row, self._slower(row, before))
 
-    def _learn_lengths(self, state: ReplicaState, before: ReplicaState | None) -> None:
+    def _learn_lengths(self, state: ReplicaState, before: ReplicaState) -> None:
         """Learns from the growth of the replica's own histogram of output lengths."""
-        if state.output_lengths == (before.output_lengths if before else ()) or not state.models:
+        if state.output_lengths == before.output_lengths or not state.models:
             return
-        known = dict(before.output_lengths) if before and before.steps <= state.steps else {}
+        known = dict(before.output_lengths) if before.steps <= state.steps else {}
         counts = [(edge, max(n - known.get(edge, 0.0), 0.0)) for edge, n in state.output_lengths]
         self.lengths.observe_counts(state.models[0], counts)
 
@@ -192,8 +191,8 @@ class Fleet:
             self.blocks.keep(self.members)
 
     def _join(self, state: ReplicaState) -> int:
-        """Returns a row for a replica: its former row, where its requests in flight still count, or
-        else an unused row."""
+        """Returns a row for a replica: its former row, where its last state stands and its requests
+        in flight still count, or else an unused row with an empty state."""
         known = (row for row, former in enumerate(self.members.by_row) if former.id == state.id)
         row = next(known, None)
         if row is None:
@@ -202,6 +201,7 @@ class Fleet:
             if row is None:
                 row = self._replicas.append()
                 self.members.by_row.append(state)
+            self.members.by_row[row] = ReplicaState(id=state.id, scraped_at=-inf)
             self._replicas.write(
                 row,
                 steps=state.steps,
@@ -214,6 +214,7 @@ class Fleet:
             for part in (self.peers, self._prefixes, self.adapters):
                 part.clear(row)
         self._corrections.clear(row)
+        self._unmeasured[row] = ProvisionalSpeed()
         self._rows[state.id] = row
         return row
 
