@@ -125,7 +125,6 @@ class Fleet:
         self.members.by_row[row] = state
         if before.models != state.models:
             self.members.models_removed(before.models, now, state.models)
-        self._learn_lengths(state, before)
         is_repeated = state.scraped_at == before.scraped_at
         fell = state.steps < self._replicas.polled_steps[row]
         is_older = fell and 0.0 < before.started_at == state.started_at  # by another poller, late
@@ -142,6 +141,7 @@ class Fleet:
             self._progress.invalidate()
         if ignored:
             return
+        self._learn_lengths(state, () if restarted else before.output_lengths)
         if restarted:
             self._reconciliation.restarted(row, state.steps)
             self._prefixes.clear(row)
@@ -161,11 +161,11 @@ class Fleet:
         self._reconciliation.set_hardware(row, state, step)
         self._corrections.slowed(row, self._slower(row, before))
 
-    def _learn_lengths(self, state: ReplicaState, before: ReplicaState) -> None:
+    def _learn_lengths(self, state: ReplicaState, before: tuple[tuple[float, float], ...]) -> None:
         """Learns from the growth of the replica's own histogram of output lengths."""
-        if state.output_lengths == before.output_lengths or not state.models:
+        if state.output_lengths == before or not state.models:
             return
-        known = dict(before.output_lengths) if before.steps <= state.steps else {}
+        known = dict(before)
         counts = [(edge, max(n - known.get(edge, 0.0), 0.0)) for edge, n in state.output_lengths]
         self.lengths.observe_counts(state.models[0], counts)
 
