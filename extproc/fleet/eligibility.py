@@ -125,8 +125,9 @@ class Eligibility:
     def response_seen(self, replica: str) -> None:
         """Notes that the replica sent response headers or a part of a response."""
         if (member := self.conditions.get(replica)) is not None:
-            member.answered_at = self._clock()
-            self._changed |= not member.state.healthy
+            now = self._clock()
+            self._changed |= member.unhealthy(now) != ""
+            member.answered_at = now
 
     def ended(self, replica: str) -> None:
         member = self.conditions.get(replica)

@@ -391,7 +391,13 @@ def test_unhealthy_replica_is_used_while_it_answers_this_router(
     clock.advance(2.0)
     fleet.eligibility.response_seen(replica(2))
     assert ids(fleet) == [replica(2)]
-    clock.advance(STALE_AFTER_S + 0.1)
+    clock.advance(STALE_AFTER_S - 1.0)
+    candidates = fleet.eligibility.candidates(MODEL)
+    fleet.eligibility.response_seen(replica(2))
+    assert fleet.eligibility.candidates(MODEL) is candidates, "computed once, not for each response"
+    clock.advance(1.1)
+    assert ids(fleet) == [replica(2)]
+    clock.advance(STALE_AFTER_S - 1.0)
     assert ids(fleet) == [replica(1)], "a trial"
 
 
