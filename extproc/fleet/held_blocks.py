@@ -163,21 +163,15 @@ class HeldBlocks:
         """
         if not len(prefix.ids) or not self._replicas:
             return None
-        places = [
-            (place, blocks, (blocks.block_size, adapters[place] if adapters else ""))
-            for place, blocks in enumerate(map(self._replicas.get, replicas))
-            if blocks is not None and self._is_known(blocks)
-        ]
-        if not places:
-            return None
         tokens = np.full(len(replicas), nan)
-        for kind in {kind for _, _, kind in places}:
-            size, adapter = kind
-            runs = self._runs(_keys(prefix, adapter, size)) if size else []
-            for place, blocks, its_kind in places:
-                if its_kind == kind:
-                    tokens[place] = size * _blocks_held(blocks.bit, runs)
-        return tokens
+        runs: dict[tuple[int, str], list[tuple[int, int]]] = {}  # by block size and adapter
+        for place, blocks in enumerate(map(self._replicas.get, replicas)):
+            if blocks is not None and self._is_known(blocks):
+                kind = size, adapter = blocks.block_size, adapters[place] if adapters else ""
+                if kind not in runs:
+                    runs[kind] = self._runs(_keys(prefix, adapter, size))
+                tokens[place] = size * _blocks_held(blocks.bit, runs[kind])
+        return tokens if runs else None
 
     def count_known(self) -> int:
         """Returns the number of replicas whose blocks are known."""
