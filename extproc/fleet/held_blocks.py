@@ -1,5 +1,6 @@
 """KV blocks that replicas hold, as their own KV events report through pollers."""
 
+from bisect import bisect_left
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -229,4 +230,5 @@ def _expect_no_more(blocks: _ReplicaBlocks, keys: Iterable[int]) -> None:
 
 
 def _blocks_held(bit: int, runs: Sequence[tuple[int, int]]) -> int:
-    return max((end for bitmap, end in runs if bitmap >> bit & 1), default=0)
+    ends = bisect_left(runs, True, key=lambda run: not run[0] >> bit & 1)
+    return runs[ends - 1][1] if ends else 0
