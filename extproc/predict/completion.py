@@ -37,13 +37,12 @@ class Prediction(Struct, eq=False):
     """KV tokens of sequences that vLLM would preempt rather than this request; None: no candidate
     schedules by priority."""
 
-    later: Floats | float = 0.0  # part of ``ttft`` and ``completion`` due to ``queue``
+    later: Floats  # part of ``ttft`` and ``completion`` due to ``queue``
 
     def start_now(self, at: int) -> None:
         """Takes the wait at the router out of the prediction for the candidate ``at``."""
-        if isinstance(self.later, np.ndarray):
-            for times in (self.ttft, self.completion):
-                times[at] -= self.later[at]
+        for times in (self.ttft, self.completion):
+            times[at] -= self.later[at]
         self.queue[at] = 0.0
 
     @property
@@ -140,6 +139,7 @@ def predict(
         none,
         none,
         preemptible,
+        none,
     )
 
 
