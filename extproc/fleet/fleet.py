@@ -291,10 +291,11 @@ class Fleet:
         self._progress.advance(self._clock())
         self._ledger.first_token(ticket)
 
-    def needs_first_token(self, replica: str) -> bool:
-        """True if no poll has measured the replica, and more first tokens would tell its speed."""
+    def takes_stream(self, replica: str) -> bool:
+        """Returns True if a stream is to be read for its first token: for the first streams of a
+        replica that no poll has measured."""
         row = self._rows.get(replica)
-        return row in self._unmeasured and self._unmeasured[row].wanted
+        return row in self._unmeasured and self._unmeasured[row].takes_stream()
 
     def learn_first_token(self, replica: str, usual_steps: float, seconds: float) -> None:
         """Learns the speed of a replica from a first token, unless a poll has measured the speed.
@@ -304,8 +305,8 @@ class Fleet:
             usual_steps: predicted time to the first token ÷ the replica's usual step time.
             seconds: actual time to the first token.
         """
-        if self.needs_first_token(replica):
-            row = self._rows[replica]
+        row = self._rows.get(replica)
+        if row in self._unmeasured:
             self._unmeasured[row].observe(usual_steps, seconds)
             self._set_hardware(row, self.members.by_row[row])
 
