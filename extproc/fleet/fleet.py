@@ -542,7 +542,7 @@ class Fleet:
             keep = (on >= 0).nonzero()[0]
             on, figures = on[keep], figures.take(keep, axis=1)
         if self.peers.counted:
-            weight = (table.peers_joining + table.peers_decoding)[rows]
+            weight = (table.peers_queued_sequences + table.peers_decoding)[rows]
             tokens = (table.peers_kv + table.peers_backlog)[rows]
             on, figures = _beside(on, figures, weight, tokens, table.peers_remaining[rows])
         external = table.external[rows]

@@ -11,9 +11,9 @@ from extproc.fleet.digest import (
     BACKLOG,
     DECODING,
     FIGURES,
-    JOINING,
     KV,
     PARTS,
+    QUEUED_SEQUENCES,
     REMAINING,
     REQUESTS,
     WHOLE_EVERY_S,
@@ -214,7 +214,7 @@ class Peers:
             gone = load[: BACKLOG + 1] * part
             gone[REQUESTS] = 0.0
             load[: BACKLOG + 1] -= gone
-            load[DECODING] += gone[JOINING]
+            load[DECODING] += gone[QUEUED_SEQUENCES]
             load[KV] += gone[BACKLOG]
         made = load[DECODING] * tokens
         load[KV] += made

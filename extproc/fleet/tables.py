@@ -126,7 +126,7 @@ class Replicas(Columns, Table):
     # Load of the peers that count:
     peers_requests: Floats
     peers_queued: Floats
-    peers_joining: Floats
+    peers_queued_sequences: Floats
     peers_backlog: Floats
     peers_decoding: Floats
     peers_kv: Floats
