@@ -172,9 +172,7 @@ class Fleet:
     def remove(self, replica: str) -> None:
         """Removes a replica from the members; its requests in flight stay until they end."""
         self.members.models_removed(self.members.models_on(replica), self._clock())
-        row = self._rows.pop(replica, None)
-        if row is not None:
-            self._unmeasured.pop(row, None)
+        self._unmeasured.pop(self._rows.pop(replica, -1), None)
         self.eligibility.forget(replica)
         self.blocks.forget(replica)
 
