@@ -433,13 +433,9 @@ class Fleet:
         """
         self._update()
         candidates = self.eligibility.candidates(model, among, response_visible)
-        if self.eligibility.any_new:
-            table = self._replicas
-            requests = table.requests + table.external
-            if self.peers.counted:
-                requests += table.peers_requests
-            candidates = self.eligibility.without_full(candidates, model, requests)
         view = self._view(candidates)
+        if fewer := self.eligibility.without_full(view, model):
+            view = self._view(fewer)
         if len(view) and most(view.by_priority) > 0.0:
             self._overtake(view, priority)
         if untried := self.untried(view):
