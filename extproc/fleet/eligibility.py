@@ -90,7 +90,8 @@ class Eligibility:
         """Counts a failure: the replica answered 5xx, or Envoy retried the request elsewhere.
 
         Returns the seconds for which the failure ejects the replica; 0: no ejection. While the
-        replica is ejected, only the failure of a request on trial counts.
+        replica is ejected, only the failure of a request on trial counts; while it is unhealthy,
+        no failure counts.
 
         Args:
             replica: ``ip:port``.
@@ -100,7 +101,7 @@ class Eligibility:
                 Otherwise several such answers within ``FULL_S`` count as one failure.
         """
         now, member = self._clock(), self.conditions.get(replica)
-        if member is None or not member.ejection.counts(now):
+        if member is None or not (member.state.healthy and member.ejection.counts(now)):
             return 0.0
         if unavailable and member.steps(now):
             member.full_until, self._changed = now + reasons.FULL_S, True

@@ -103,6 +103,16 @@ def test_at_most_half_of_the_replicas_are_ejected(clock: ManualClock, count: int
     assert len(fleet.view(MODEL)) == max(count - count // 2, 1)
 
 
+def test_unhealthy_replicas_do_not_count_as_ejected(clock: ManualClock) -> None:
+    fleet = fleet_of(clock, *[A10] * 4)
+    for number in (1, 2):
+        fail(fleet, number)
+        fleet.put(state(number, A10, clock, healthy=False))
+        fail(fleet, number)
+    fail(fleet, 3)
+    assert ids(fleet) == [replica(4)]
+
+
 def test_only_a_request_with_a_visible_response_is_a_trial(
     fleet: Fleet, clock: ManualClock
 ) -> None:
