@@ -130,9 +130,9 @@ PARTS = {
         "extproc.predict.step:HardwareProfile.expected_step", _constant(lambda self, _: self.step)
     ),
     "solo rows": AblatedPart("extproc.predict.windows:Windows._solo_request", _returning([])),
-    "limit on new replicas": AblatedPart(f"{_NEW}.without_full", _passing(1)),
+    "limit on new replicas": AblatedPart(f"{_NEW}.without_full", _returning(None)),
     "trial of new replicas": AblatedPart(f"{_FLEET}._favour", _returning(None)),
-    "first tokens of new replicas": AblatedPart(f"{_FLEET}.needs_first_token", _returning(False)),
+    "first tokens of new replicas": AblatedPart(f"{_FLEET}.learn_first_token", _returning(None)),
     "decode correction": AblatedPart(
         f"{_CORRECTION}:Corrections.ratios", _constant(lambda self, *_: np.ones(len(self._sums.T)))
     ),

@@ -72,10 +72,10 @@ class AdapterSlots:
 
     def polled(self, row: int, state: ReplicaState, asked_at: float, now: float) -> None:
         """Updates the replica's adapters in use from a poll that was sent at ``asked_at``."""
+        if not state.max_loras:
+            return
         slots = self._slots[row]
         slots.count = min(state.max_loras, _MAX_SLOTS)
-        if not slots.count:
-            return
         # Uses that this router began or ended since the last poll may be newer than this poll.
         names, before = state.adapters_in_use[:_MAX_SLOTS], slots.polled_at
         polled = [name for name in names if slots.used_at.get(name, -inf) <= before]

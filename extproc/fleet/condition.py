@@ -93,6 +93,7 @@ class Condition:
             self.unhealthy_at = inf
         elif self.unhealthy_at == inf:
             self.unhealthy_at, self.trial_at = now, now + TRIAL_S
+            self.ejection = Ejection()  # or it would use up the limit of ejected replicas
 
     # -- reasons, as text for people; empty: the reason does not apply -----------------------
 

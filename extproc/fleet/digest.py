@@ -13,7 +13,7 @@ FIGURES = 10
 (
     REQUESTS,
     QUEUED,  # requests without a token yet
-    JOINING,  # sequences of the queued requests
+    QUEUED_SEQUENCES,  # of the queued requests
     BACKLOG,  # prompt tokens of the queued requests that are not prefilled
     DECODING,  # sequences
     KV,  # tokens of the decoding sequences, and of prompts prefilled in part

@@ -14,7 +14,7 @@ from extproc.fleet.condition import Condition, is_hung
 from extproc.fleet.ejection import LONGEST_EJECTION_S, TOLERATED, Ejection
 from extproc.fleet.members import ModelNames, Staleness
 from extproc.ground.clock import Clock
-from extproc.predict.inputs import Candidates, Excluded, Floats
+from extproc.predict.inputs import Candidates, Excluded, FleetView
 from extproc.predict.step import profile_or_default
 from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
@@ -38,7 +38,7 @@ class Eligibility:
 
     def __init__(self, clock: Clock, names: ModelNames, rows: Mapping[str, int]) -> None:
         self.staleness = Staleness(clock())
-        self.any_new = False
+        self._any_new = False
         self.rejecting = set[str]()
         """Replicas whose last answer was from 400 to 499: the last choices for a retry."""
         self._clock = clock
@@ -92,7 +92,8 @@ class Eligibility:
         """Counts a failure: the replica answered 5xx, or Envoy retried the request elsewhere.
 
         Returns the seconds for which the failure ejects the replica; 0: no ejection. While the
-        replica is ejected, only the failure of a request on trial counts.
+        replica is ejected, only the failure of a request on trial counts; while it is unhealthy,
+        no failure counts.
 
         Args:
             replica: ``ip:port``.
@@ -102,7 +103,7 @@ class Eligibility:
                 Otherwise several such answers within ``FULL_S`` count as one failure.
         """
         now, member = self._clock(), self.conditions.get(replica)
-        if member is None or not member.ejection.counts(now):
+        if member is None or not (member.state.healthy and member.ejection.counts(now)):
             return 0.0
         if unavailable and member.steps(now):
             member.full_until, self._changed = now + reasons.FULL_S, True
@@ -133,8 +134,9 @@ class Eligibility:
     def response_seen(self, replica: str) -> None:
         """Notes that the replica sent response headers or a part of a response."""
         if (member := self.conditions.get(replica)) is not None:
-            member.answered_at = self._clock()
-            self._changed |= not member.state.healthy
+            now = self._clock()
+            self._changed |= member.unhealthy(now) != ""
+            member.answered_at = now
 
     def ended(self, replica: str) -> None:
         member = self.conditions.get(replica)
@@ -164,7 +166,7 @@ class Eligibility:
         if self._changed or now >= self._next_end:
             self._changed = False
             self._candidates.clear()
-            self.any_new = any(member.new for member in self.conditions.values())
+            self._any_new = any(member.new for member in self.conditions.values())
             ends = (end for member in self.conditions.values() for end in member.ends())
             self._next_end = min((end for end in ends if end > now), default=inf)
         key = model, among, response_visible
@@ -176,21 +178,17 @@ class Eligibility:
             found = self._candidates[key] = self._choose(*key)
         return found
 
-    def without_full(self, candidates: Candidates, model: str, requests: Floats) -> Candidates:
-        """Excludes new members that already have as many requests as slow start allows, unless no
-        candidate would be left.
-
-        ``requests``: requests in flight, by row of the fleet's table.
-        """
-        ids, rows = candidates.ids, candidates.rows.tolist()
-        why = [
-            self.conditions[name].slow_start(requests[row])
-            for name, row in zip(ids, rows, strict=True)
-        ]
+    def without_full(self, view: FleetView, model: str) -> Candidates | None:
+        """Returns the candidates without new members that already have as many requests as slow
+        start allows; None: there are no such members, or no candidate would be left."""
+        if not self._any_new:
+            return None
+        requests = zip(view.ids, view.requests.tolist(), strict=True)
+        why = [self.conditions[name].slow_start(number) for name, number in requests]
         if not any(why) or all(why):
-            return candidates
-        chosen = self._of(ids, why, model)
-        return replace(chosen, excluded=candidates.excluded + chosen.excluded)
+            return None
+        chosen = self._of(view.ids, why, model)
+        return replace(chosen, excluded=view.excluded + chosen.excluded)
 
     def all_members(self) -> Candidates:
         """Returns all members as candidates; ``excluded`` also lists those that get no requests."""

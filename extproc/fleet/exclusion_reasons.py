@@ -54,7 +54,7 @@ FAILING = Reason(
     "failing",
     f"{TOLERATED} requests in a row that failed or could not be sent; a request to which a second "
     "replica answers an error, too, does not count | "
-    "an answer below 400 | "
+    "an answer below 400, or the reason *unhealthy* | "
     f"{FIRST_EJECTION_S:g} s, twice as long after each failed trial, at most "
     f"{LONGEST_EJECTION_S:g} s | none; after this time, one request as a trial | half of the "
     "replicas, at least one",

@@ -116,25 +116,23 @@ class Fleet:
         now = self._clock()
         asked_at = now - age - state.scrape_seconds
         self._progress.advance(now)
-        before = self.members.get(state.id)
-        row = self._join(state) if before is None else self._rows[state.id]
+        row = self._rows[state.id] if state.id in self._rows else self._join(state)
+        before = self.members.by_row[row]
         idle = not self._replicas.requests.item(row) + self._replicas.peers_requests.item(row)
         prefilled_sent_at = self._replicas.prefilled_sent_at.item(row)
         frozen = self.eligibility.polled(state, age, idle, prefilled_sent_at)
         self.blocks.polled(state)
         self.members.by_row[row] = state
-        if before is not None and before.models != state.models:
+        if before.models != state.models:
             self.members.models_removed(before.models, now, state.models)
-        self._learn_lengths(state, before)
-        is_repeated = before is not None and state.scraped_at == before.scraped_at
-        started_at = before.started_at if before else 0.0  # of the replica's process; 0: not known
+        is_repeated = state.scraped_at == before.scraped_at
         fell = state.steps < self._replicas.polled_steps[row]
-        is_older = fell and 0.0 < started_at == state.started_at  # a late poll by another poller
+        is_older = fell and 0.0 < before.started_at == state.started_at  # by another poller, late
         ignored = frozen or is_repeated or is_older or not state.healthy or state.unanswered_s > 0.0
-        restarted = not ignored and (fell or started_at not in (0.0, state.started_at))
+        restarted = not ignored and (fell or before.started_at not in (0.0, state.started_at))
         if state.measured:
             self._unmeasured.pop(row, None)
-        elif restarted or before is None:
+        elif restarted:
             self._unmeasured[row] = ProvisionalSpeed()
         self._set_hardware(row, state)
         self._replicas.reports[row] = state.kv_tokens > 0 and state.measured
@@ -143,6 +141,7 @@ class Fleet:
             self._progress.invalidate()
         if ignored:
             return
+        self._learn_lengths(state, () if restarted else before.output_lengths)
         if restarted:
             self._reconciliation.restarted(row, state.steps)
             self._prefixes.clear(row)
@@ -162,20 +161,18 @@ class Fleet:
         self._reconciliation.set_hardware(row, state, step)
         self._corrections.slowed(row, self._slower(row, before))
 
-    def _learn_lengths(self, state: ReplicaState, before: ReplicaState | None) -> None:
+    def _learn_lengths(self, state: ReplicaState, before: tuple[tuple[float, float], ...]) -> None:
         """Learns from the growth of the replica's own histogram of output lengths."""
-        if state.output_lengths == (before.output_lengths if before else ()) or not state.models:
+        if state.output_lengths == before or not state.models:
             return
-        known = dict(before.output_lengths) if before and before.steps <= state.steps else {}
+        known = dict(before)
         counts = [(edge, max(n - known.get(edge, 0.0), 0.0)) for edge, n in state.output_lengths]
         self.lengths.observe_counts(state.models[0], counts)
 
     def remove(self, replica: str) -> None:
         """Removes a replica from the members; its requests in flight stay until they end."""
         self.members.models_removed(self.members.models_on(replica), self._clock())
-        row = self._rows.pop(replica, None)
-        if row is not None:
-            self._unmeasured.pop(row, None)
+        self._unmeasured.pop(self._rows.pop(replica, -1), None)
         self.eligibility.forget(replica)
         self.blocks.forget(replica)
 
@@ -192,8 +189,8 @@ class Fleet:
             self.blocks.keep(self.members)
 
     def _join(self, state: ReplicaState) -> int:
-        """Returns a row for a replica: its former row, where its requests in flight still count, or
-        else an unused row."""
+        """Returns a row for a replica: its former row, where its last state stands and its requests
+        in flight still count, or else an unused row with an empty state."""
         known = (row for row, former in enumerate(self.members.by_row) if former.id == state.id)
         row = next(known, None)
         if row is None:
@@ -202,6 +199,7 @@ class Fleet:
             if row is None:
                 row = self._replicas.append()
                 self.members.by_row.append(state)
+            self.members.by_row[row] = ReplicaState(id=state.id, scraped_at=-inf)
             self._replicas.write(
                 row,
                 steps=state.steps,
@@ -214,6 +212,7 @@ class Fleet:
             for part in (self.peers, self._prefixes, self.adapters):
                 part.clear(row)
         self._corrections.clear(row)
+        self._unmeasured[row] = ProvisionalSpeed()
         self._rows[state.id] = row
         return row
 
@@ -290,10 +289,11 @@ class Fleet:
         self._progress.advance(self._clock())
         self._ledger.first_token(ticket)
 
-    def needs_first_token(self, replica: str) -> bool:
-        """True if no poll has measured the replica, and more first tokens would tell its speed."""
+    def takes_stream(self, replica: str) -> bool:
+        """Returns True if a stream is to be read for its first token: for the first streams of a
+        replica that no poll has measured."""
         row = self._rows.get(replica)
-        return row in self._unmeasured and self._unmeasured[row].wanted
+        return row in self._unmeasured and self._unmeasured[row].takes_stream()
 
     def learn_first_token(self, replica: str, usual_steps: float, seconds: float) -> None:
         """Learns the speed of a replica from a first token, unless a poll has measured the speed.
@@ -303,8 +303,8 @@ class Fleet:
             usual_steps: predicted time to the first token ÷ the replica's usual step time.
             seconds: actual time to the first token.
         """
-        if self.needs_first_token(replica):
-            row = self._rows[replica]
+        row = self._rows.get(replica)
+        if row in self._unmeasured:
             self._unmeasured[row].observe(usual_steps, seconds)
             self._set_hardware(row, self.members.by_row[row])
 
@@ -433,13 +433,9 @@ class Fleet:
         """
         self._update()
         candidates = self.eligibility.candidates(model, among, response_visible)
-        if self.eligibility.any_new:
-            table = self._replicas
-            requests = table.requests + table.external
-            if self.peers.counted:
-                requests += table.peers_requests
-            candidates = self.eligibility.without_full(candidates, model, requests)
         view = self._view(candidates)
+        if fewer := self.eligibility.without_full(view, model):
+            view = self._view(fewer)
         if len(view) and most(view.by_priority) > 0.0:
             self._overtake(view, priority)
         if untried := self.untried(view):
@@ -457,8 +453,8 @@ class Fleet:
         """Assumes that untried candidates are as fast, relative to their profiles, as the fastest
         candidate. Otherwise a wrong profile would keep all requests away from them, and they would
         never be measured."""
-        prefill = self._replicas.prefill_slowness[view.rows]
-        view.c_prefill[untried] *= least(prefill) / prefill[untried]
+        prefill = self._replicas.profile_prefill[view.rows]
+        view.c_prefill[untried] = least(view.c_prefill / prefill) * prefill[untried]
         decode = self._replicas.decode_slowness[view.rows]
         for column in (view.decode_step, view.c0, view.c_batch, view.c_kv):
             column[untried] *= least(decode) / decode[untried]
@@ -540,7 +536,7 @@ class Fleet:
             keep = (on >= 0).nonzero()[0]
             on, figures = on[keep], figures.take(keep, axis=1)
         if self.peers.counted:
-            weight = (table.peers_joining + table.peers_decoding)[rows]
+            weight = (table.peers_queued_sequences + table.peers_decoding)[rows]
             tokens = (table.peers_kv + table.peers_backlog)[rows]
             on, figures = _beside(on, figures, weight, tokens, table.peers_remaining[rows])
         external = table.external[rows]

@@ -1,5 +1,6 @@
 """KV blocks that replicas hold, as their own KV events report through pollers."""
 
+from bisect import bisect_left
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -163,21 +164,15 @@ class HeldBlocks:
         """
         if not len(prefix.ids) or not self._replicas:
             return None
-        places = [
-            (place, blocks, (blocks.block_size, adapters[place] if adapters else ""))
-            for place, blocks in enumerate(map(self._replicas.get, replicas))
-            if blocks is not None and self._is_known(blocks)
-        ]
-        if not places:
-            return None
         tokens = np.full(len(replicas), nan)
-        for kind in {kind for _, _, kind in places}:
-            size, adapter = kind
-            runs = self._runs(_keys(prefix, adapter, size)) if size else []
-            for place, blocks, its_kind in places:
-                if its_kind == kind:
-                    tokens[place] = size * _blocks_held(blocks.bit, runs)
-        return tokens
+        runs: dict[tuple[int, str], list[tuple[int, int]]] = {}  # by block size and adapter
+        for place, blocks in enumerate(map(self._replicas.get, replicas)):
+            if blocks is not None and self._is_known(blocks):
+                kind = size, adapter = blocks.block_size, adapters[place] if adapters else ""
+                if kind not in runs:
+                    runs[kind] = self._runs(_keys(prefix, adapter, size))
+                tokens[place] = size * _blocks_held(blocks.bit, runs[kind])
+        return tokens if runs else None
 
     def count_known(self) -> int:
         """Returns the number of replicas whose blocks are known."""
@@ -235,4 +230,5 @@ def _expect_no_more(blocks: _ReplicaBlocks, keys: Iterable[int]) -> None:
 
 
 def _blocks_held(bit: int, runs: Sequence[tuple[int, int]]) -> int:
-    return max((end for bitmap, end in runs if bitmap >> bit & 1), default=0)
+    ends = bisect_left(runs, True, key=lambda run: not run[0] >> bit & 1)
+    return runs[ends - 1][1] if ends else 0

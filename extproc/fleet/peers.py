@@ -11,9 +11,9 @@ from extproc.fleet.digest import (
     BACKLOG,
     DECODING,
     FIGURES,
-    JOINING,
     KV,
     PARTS,
+    QUEUED_SEQUENCES,
     REMAINING,
     REQUESTS,
     WHOLE_EVERY_S,
@@ -56,10 +56,9 @@ class Peers:
         self._rows = rows
         self._clock = clock
         self._wall = wall
-        self._numbers: dict[str, int] = {}  # peer → number of its last digest, in order of arrays
+        self._last: dict[str, Digest] = {}  # by peer, in the order of the arrays
         self._admins: dict[str, str] = {}  # peer → its admin address, if known
-        self._queued: dict[str, Mapping[str, Mapping[int, float]]] = {}  # by peer, see Digest
-        self._totals: dict[str, dict[int, float]] = {}  # the same, summed over the replicas
+        self._totals: dict[str, dict[int, float]] = {}  # by peer: queued work of all replicas
         self._freed: dict[int, None] = {}  # rows in which the requests of a peer became fewer
         self._load = np.zeros((POLLED_ROWS.stop, 0, 0))  # figures, peers, replicas
         self._arrived_at = np.zeros(0)  # when the last digest arrived
@@ -72,12 +71,12 @@ class Peers:
         self.counted = False  # True: a peer counts
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._last)
 
     @property
     def addresses(self) -> Collection[str]:
         """Host and port of each peer; both stay the same when the peer restarts."""
-        return sorted({process_address(name) for name in self._numbers})
+        return sorted({process_address(name) for name in self._last})
 
     @property
     def admins(self) -> Mapping[str, str]:
@@ -114,11 +113,11 @@ class Peers:
         """For each peer that counts and has requests queued for the replica: the replica-seconds
         queued, by priority, and the peer's requests in flight there."""
         row = self._rows.get(replica)
-        if row is None or not any(replica in queue for queue in self._queued.values()):
+        queued = [digest.queued.get(replica) for digest in self._last.values()]
+        if row is None or not any(queued):
             return []
-        requests = self._load[REQUESTS, :, row].tolist()
-        peers = zip(self._queued.values(), requests, self._counts.tolist(), strict=True)
-        return [(queue[replica], on) for queue, on, counts in peers if counts and replica in queue]
+        peers = zip(queued, self._load[REQUESTS, :, row].tolist(), self._counts, strict=True)
+        return [(work, on) for work, on, counts in peers if counts and work]
 
     def take_freed(self, most: int) -> Collection[int]:
         """Returns at most ``most`` rows in which the requests of a peer have become fewer; the
@@ -139,14 +138,13 @@ class Peers:
         if name == self._own:
             self._echo_s = max(self._wall() - age - digest.sent_at, 0.0)
             self._echo_at = now - age
-        elif digest.number > self._numbers.get(name, 0):
-            if name not in self._numbers:
+        elif name not in self._last or digest.number > self._last[name].number:
+            if name not in self._last:
                 self._join()
-            self._numbers[name] = digest.number
+            self._last[name], self._totals[name] = digest, _total(digest.queued)
             if digest.admin:
                 self._admins[name] = digest.admin
-            self._queued[name], self._totals[name] = digest.queued, _total(digest.queued)
-            place = list(self._numbers).index(name)
+            place = list(self._last).index(name)
             self._arrived_at[place] = now - age
             changed = bool(digest.replicas) or digest.kind is not DigestKind.CHANGES
             if changed:
@@ -216,7 +214,7 @@ class Peers:
             gone = load[: BACKLOG + 1] * part
             gone[REQUESTS] = 0.0
             load[: BACKLOG + 1] -= gone
-            load[DECODING] += gone[JOINING]
+            load[DECODING] += gone[QUEUED_SEQUENCES]
             load[KV] += gone[BACKLOG]
         made = load[DECODING] * tokens
         load[KV] += made
@@ -238,11 +236,9 @@ class Peers:
         self._counts = np.append(self._counts, 0.0)
 
     def _keep(self, peers: NDArray[np.bool_]) -> None:
-        names = zip(self._numbers.items(), peers.tolist(), strict=True)
-        self._numbers = dict(item for item, keep in names if keep)
-        self._admins = {name: self._admins[name] for name in self._admins.keys() & self._numbers}
-        self._queued = {name: self._queued[name] for name in self._numbers}
-        self._totals = {name: self._totals[name] for name in self._numbers}
+        for name in [name for name, keep in zip(self._last, peers, strict=True) if not keep]:
+            del self._last[name], self._totals[name]
+            self._admins.pop(name, None)
         self._load = self._load.compress(peers, axis=1)
         self._arrived_at = self._arrived_at[peers]
         self._fresh_s = self._fresh_s[peers]

@@ -6,7 +6,7 @@ import numpy as np
 
 from extproc.fleet.peers import Peers
 from extproc.fleet.tables import Replicas, Requests
-from extproc.predict.inputs import Floats, Indices
+from extproc.predict.inputs import Floats, Indices, usual_step
 from extproc.predict.step import StepModel, profile_or_default
 from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
@@ -33,8 +33,8 @@ class Reconciliation:
         replicas.c_prefill[row] = step.c_prefill
         replicas.c_batch[row] = step.c_batch
         replicas.c_kv[row] = step.c_kv
-        replicas.prefill_slowness[row] = step.c_prefill / profile.step.c_prefill
-        replicas.decode_slowness[row] = step.usual / profile.step.usual
+        replicas.profile_prefill[row] = profile.step.c_prefill
+        replicas.decode_slowness[row] = usual_step(replicas, row) / profile.step.usual
         if not replicas.decode_step[row]:  # a replica that just joined
             replicas.decode_step[row] = replicas.c0[row]
         # A profile's limits are those of one engine, and a prompt has to fit into one engine.

@@ -113,8 +113,8 @@ class Replicas(Columns, Table):
     decoding: Floats  # this router's sequences that decode
     held: Floats  # prompt tokens of the sequences counted in `decoding`
     reports: Floats  # 1: the replica reports the size of its KV cache, and its speed was measured
-    prefill_slowness: Floats  # seconds per prompt token ÷ those of its profile
-    decode_slowness: Floats  # seconds of a decode step ÷ those of its profile
+    profile_prefill: Floats  # seconds per prompt token, by its profile
+    decode_slowness: Floats  # seconds of a usual step ÷ those of its profile; above 0
     sampled_at: Floats  # when the last poll's figures were taken
     adapter_at: Floats  # when a further LoRA adapter would get a slot; a past time: now
     adapter_load_s: Floats  # seconds to load an adapter; 0: serves none, as far as known
@@ -126,7 +126,7 @@ class Replicas(Columns, Table):
     # Load of the peers that count:
     peers_requests: Floats
     peers_queued: Floats
-    peers_joining: Floats
+    peers_queued_sequences: Floats
     peers_backlog: Floats
     peers_decoding: Floats
     peers_kv: Floats

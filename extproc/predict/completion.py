@@ -37,13 +37,12 @@ class Prediction(Struct, eq=False):
     """KV tokens of sequences that vLLM would preempt rather than this request; None: no candidate
     schedules by priority."""
 
-    later: Floats | float = 0.0  # part of ``ttft`` and ``completion`` due to ``queue``
+    later: Floats  # part of ``ttft`` and ``completion`` due to ``queue``
 
     def start_now(self, at: int) -> None:
         """Takes the wait at the router out of the prediction for the candidate ``at``."""
-        if isinstance(self.later, np.ndarray):
-            for times in (self.ttft, self.completion):
-                times[at] -= self.later[at]
+        for times in (self.ttft, self.completion):
+            times[at] -= self.later[at]
         self.queue[at] = 0.0
 
     @property
@@ -91,7 +90,7 @@ def predict(
     sequence counts for the whole decode time.
 
     Args:
-        profile: the request.
+        profile: the request. An empty prompt counts as one token, because it takes a step as well.
         output_tokens: expected output of each of the request's sequences.
         view: the candidates.
         sequences: sequences in flight on the candidates.
@@ -99,7 +98,7 @@ def predict(
             them count, because vLLM always computes the last token.
     """
     own = max(profile.sequences, 1)
-    prompt, out = float(profile.prompt_tokens), float(output_tokens)
+    prompt, out = max(float(profile.prompt_tokens), 1.0), float(output_tokens)
     uncached: Floats | float = prompt
     cached = avoidable = held
     if most(held) > 0.0:
@@ -110,8 +109,7 @@ def predict(
     _exclude_too_small(view, profile.longest_prompt, wait)
     each_step, request, token = view.outside_steps
     outside_steps = each_step * view.decode_step + (request + token * prompt)
-    fewest = 0.0 if prompt else 1.0  # steps
-    prefill = _prefill_s(view, view.backlog + uncached, fewest) + outside_steps
+    prefill = _prefill_s(view, view.backlog + uncached) + outside_steps
     decode, slower, growth = _decode(view, sequences, own, prompt, out)
     ttft = wait + prefill
     completion = ttft + decode
@@ -140,6 +138,7 @@ def predict(
         none,
         none,
         preemptible,
+        none,
     )
 
 
@@ -156,10 +155,8 @@ def backlog_s(view: FleetView) -> Floats:
     return _prefill_s(view, view.backlog)
 
 
-def _prefill_s(view: FleetView, tokens: Floats, fewest_steps: float = 0.0) -> Floats:
+def _prefill_s(view: FleetView, tokens: Floats) -> Floats:
     steps = np.ceil(tokens / view.token_budget)
-    if fewest_steps:
-        steps = np.maximum(steps, fewest_steps)
     seconds: Floats = tokens * view.c_prefill + steps * view.decode_step
     return seconds
 

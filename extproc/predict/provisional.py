@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 _PRIOR_S = 0.03  # δ: times to first token well below this change little
 _MOST = 5.0  # bound of the slowness and of its inverse
-_ENOUGH = 4  # first tokens after which the router reads no further streams for this purpose
+_STREAMS = 4  # streams that are read for their first tokens
 
 
 @dataclass(slots=True)
@@ -17,14 +17,13 @@ class ProvisionalSpeed:
         slowness = (Σ actual + δ) / (Σ predicted + δ)
     """
 
-    first_tokens: int = 0
+    streams: int = 0  # read so far for their first tokens
     usual_steps: float = 0.0  # Σ predicted time to first token ÷ ``usual_step`` of the replica
     seconds: float = 0.0  # Σ actual time to first token
 
     def observe(self, usual_steps: float, seconds: float) -> None:
         """Adds one first token. ``usual_steps``: predicted time to it ÷ ``usual_step`` of the
         replica; ``seconds``: actual time."""
-        self.first_tokens += 1
         self.usual_steps += usual_steps
         self.seconds += seconds
 
@@ -34,7 +33,7 @@ class ProvisionalSpeed:
         slowness = (self.seconds + _PRIOR_S) / (self.usual_steps * usual_step + _PRIOR_S)
         return min(max(slowness, 1.0 / _MOST), _MOST)
 
-    @property
-    def wanted(self) -> bool:
-        """True until enough first tokens are known."""
-        return self.first_tokens < _ENOUGH
+    def takes_stream(self) -> bool:
+        """Returns True if a stream is to be read for its first token: four times."""
+        self.streams += 1
+        return self.streams <= _STREAMS

@@ -236,7 +236,7 @@ class InFlight:
         if services.chunks.takes(services.clock(), self._expected_chunks, reserved):
             self._chunks = 0
             return True
-        return services.fleet.needs_first_token(self.served_by)
+        return services.fleet.takes_stream(self.served_by)
 
     def _learn(self, usage: ReportedUsage, seconds: float) -> None:
         services, profile, outcome = self._services, self._forecast.profile, self.outcome

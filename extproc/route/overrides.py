@@ -73,7 +73,8 @@ def lateness(
         (prediction.completion, error_quantiles.completion, objective.completion_s - waited),
     )
     late = [time * quantile.ratio - target for time, quantile, target in times if target < np.inf]
-    worst: Floats = np.max([np.full(len(prediction.ttft), -np.inf), *late], axis=0)
+    never = np.where(prediction.completion < np.inf, -np.inf, np.inf)  # too small for the prompt
+    worst: Floats = np.max([never, *late], axis=0)
     return worst
 
 

@@ -108,6 +108,18 @@ def test_older_state_of_the_same_process_keeps_the_index(
     assert fleet.prefix_hits(prefix, fleet.view(MODEL)).expected.any() == known
 
 
+@pytest.mark.parametrize(("started_at", "known"), [(1e9, True), (2e9, False)])
+def test_replica_that_rejoins_keeps_the_index_of_the_same_process(
+    fleet: Fleet, clock: ManualClock, started_at: float, known: bool
+) -> None:
+    prefix = prompt("a")
+    fleet.put(state(1, H100, clock, steps=100, started_at=1e9))
+    fleet.dispatch(replica(1), request(prefix))
+    fleet.remove(replica(1))
+    fleet.put(state(1, H100, clock, steps=200, started_at=started_at))
+    assert fleet.prefix_hits(prefix, fleet.view(MODEL)).expected.any() == known
+
+
 def test_external_prompts_are_cached_as_much_as_all(fleet: Fleet, clock: ManualClock) -> None:
     figures = {"waiting": 5, "prompt_tokens": 1e6, "cached_tokens": 9e5, "first_tokens": 100}
     for _ in range(2):

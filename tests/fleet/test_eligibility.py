@@ -103,6 +103,16 @@ def test_at_most_half_of_the_replicas_are_ejected(clock: ManualClock, count: int
     assert len(fleet.view(MODEL)) == max(count - count // 2, 1)
 
 
+def test_unhealthy_replicas_do_not_count_as_ejected(clock: ManualClock) -> None:
+    fleet = fleet_of(clock, *[A10] * 4)
+    for number in (1, 2):
+        fail(fleet, number)
+        fleet.put(state(number, A10, clock, healthy=False))
+        fail(fleet, number)
+    fail(fleet, 3)
+    assert ids(fleet) == [replica(4)]
+
+
 def test_only_a_request_with_a_visible_response_is_a_trial(
     fleet: Fleet, clock: ManualClock
 ) -> None:
@@ -391,7 +401,13 @@ def test_unhealthy_replica_is_used_while_it_answers_this_router(
     clock.advance(2.0)
     fleet.eligibility.response_seen(replica(2))
     assert ids(fleet) == [replica(2)]
-    clock.advance(STALE_AFTER_S + 0.1)
+    clock.advance(STALE_AFTER_S - 1.0)
+    candidates = fleet.eligibility.candidates(MODEL)
+    fleet.eligibility.response_seen(replica(2))
+    assert fleet.eligibility.candidates(MODEL) is candidates, "computed once, not for each response"
+    clock.advance(1.1)
+    assert ids(fleet) == [replica(2)]
+    clock.advance(STALE_AFTER_S - 1.0)
     assert ids(fleet) == [replica(1)], "a trial"
 
 

@@ -3,6 +3,7 @@
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -13,7 +14,18 @@ from extproc.poll.metrics_text import read_metrics
 from extproc.predict.completion import predict
 from extproc.predict.inputs import usual_step
 from extproc.predict.step import PROFILES
-from tests.fakes import A10, MODEL, ManualClock, chat, embedding, fleet_of, replica, state
+from extproc.route.router import Router
+from tests.fakes import (
+    A10,
+    MODEL,
+    ManualClock,
+    chat,
+    decided,
+    embedding,
+    fleet_of,
+    replica,
+    state,
+)
 
 
 def context(fleet: Fleet) -> float:
@@ -155,9 +167,13 @@ def test_request_in_flight_keeps_the_length_distribution_of_its_dispatch(
     assert fleet.lengths.row(chat(100)) == 0
 
 
-def test_step_that_costs_nothing_gives_finite_predictions(fleet: Fleet, clock: ManualClock) -> None:
-    learned = {"c0": 0.0, "c_prefill": 0.0, "c_batch": 1e-3, "c_kv": 0.0}
-    fleet.put(state(1, A10, clock, learned=learned))
+@pytest.mark.parametrize("measured", [True, False])
+def test_step_that_costs_nothing_gives_finite_predictions(
+    clock: ManualClock, measured: bool
+) -> None:
+    fleet, cost = fleet_of(clock), {"c0": 0.0, "c_prefill": 0.0, "c_batch": 1e-3, "c_kv": 0.0}
+    fleet.put(state(1, A10, clock, learned=cost, measured=measured))
+    decided(Router(fleet, "completion", Random(1)), chat(100))
     clock.advance(1.0)
     fleet.dispatch(replica(1), chat(100, 50))
     clock.advance(1.0)
@@ -321,11 +337,14 @@ def test_longest_prompt_fits_into_one_engine(fleet: Fleet, clock: ManualClock) -
 
 
 def test_replicas_histogram_teaches_output_lengths(fleet: Fleet, clock: ManualClock) -> None:
-    for ended in (0.0, 50.0, 100.0):
-        lengths = ((10.0, 0.0), (20.0, ended), (50.0, 0.0))
-        fleet.put(state(1, A10, clock, steps=ended, output_lengths=lengths))
-    row = fleet.lengths.row(chat(10))
-    assert fleet.lengths.expected(row, 4096) < 40
+    def put(short: float, long: float) -> float:
+        counts, steps = ((20.0, short), (50.0, 0.0), (1000.0, long)), short + long
+        fleet.put(state(1, A10, clock, steps=steps, output_lengths=counts, started_at=1e9))
+        return fleet.lengths.expected(fleet.lengths.row(chat(10)), 4096)
+
+    assert put(100.0, 0.0) < 40
+    assert (now := put(100.0, 2000.0)) > 200
+    assert put(100.0, 1900.0) == now, "another poller's late poll"
 
 
 # -- correction of predictions --------------------------------------------------------------

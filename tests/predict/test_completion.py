@@ -93,7 +93,7 @@ def test_completion_of_an_embedding_is_its_prefill() -> None:
 
 def test_empty_prompt_takes_a_step() -> None:
     fleet = fleet_of(ManualClock(), A10)
-    assert predicted(fleet, chat(0, 1), 1).completion[0] == pytest.approx(C0)
+    assert predicted(fleet, chat(0, 1), 1).completion[0] == pytest.approx(C0 + PREFILL)
 
 
 def test_sequences_of_a_request_decode_in_the_same_steps() -> None:

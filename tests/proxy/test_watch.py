@@ -1,5 +1,6 @@
 """Budgets of responses and chunks that the router reads."""
 
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
@@ -75,11 +76,16 @@ async def test_failed_replica_makes_all_responses_visible(envoy: EnvoySide) -> N
     assert not (await ask(envoy))[0]
 
 
+async def begin(stream: Stream, model: str = "llama") -> bool:
+    """Begins an answer; returns whether the router reads it."""
+    first = destination(await stream.ask(BOUNDED | {"model": model}))[0]
+    reply = await stream.response_headers(upstream=first, content_type=EVENTS)
+    return reply.mode_override is not None
+
+
 async def answer(envoy: EnvoySide, chunks: int = TOKENS, model: str = "llama") -> bool:
     async with envoy.stream() as stream:
-        first = destination(await stream.ask(BOUNDED | {"model": model}))[0]
-        reply = await stream.response_headers(upstream=first, content_type=EVENTS)
-        read = reply.mode_override is not None
+        read = await begin(stream, model)
         for left in reversed(range(chunks if read else 0)):
             await stream.response_body(b"data: {}\n\n", end_of_stream=not left)
         await stream.end()
@@ -102,14 +108,19 @@ async def test_streams_that_load_an_adapter_get_second_half_of_budget(
     assert await answer(envoy, model="lora")
 
 
-async def test_streams_of_unmeasured_replicas_are_read_beyond_the_budget(
-    envoy: EnvoySide, services: Services, clock: ManualClock
+async def test_four_streams_of_unmeasured_replicas_are_read_beyond_the_budget(
+    envoy: EnvoySide, services: Services
 ) -> None:
+    put_replicas(services, started_at=800.0)
     assert [await answer(envoy) for _ in range(4)] == [True] * 3 + [False]
-    for restarted in (True, False):
-        clock.advance(0.1)
-        put_replicas(services, started_at=900.0, measured=not restarted)
-        assert await answer(envoy) == restarted
+    put_replicas(services, started_at=900.0, measured=False)
+    async with AsyncExitStack() as streams:
+        begun = [await streams.enter_async_context(envoy.stream()) for _ in range(20)]
+        assert sum([await begin(stream) for stream in begun]) == 2 * 4
+    put_replicas(services, started_at=950.0, measured=False)
+    assert await answer(envoy)
+    put_replicas(services, started_at=950.0)
+    assert not await answer(envoy)
 
 
 async def test_short_stream_returns_unused_chunks(envoy: EnvoySide) -> None:

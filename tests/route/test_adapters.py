@@ -131,6 +131,16 @@ def test_no_adapter_time_until_a_restarted_replica_reports_adapters() -> None:
     assert system.extra("a") == 0.0
 
 
+def test_page_without_adapters_leaves_their_slots() -> None:
+    system = AdapterFleet(1, max_loras=1)
+    tickets = [system.send(model, 1) for model in ("a", "b")]
+    system.max_loras = 0
+    system.poll(1)
+    for ticket in tickets:
+        system.fleet.release(ticket)
+    assert [system.extra(model) for model in ("a", "b")] == [LOAD_S, 0.0]
+
+
 def test_adapter_used_by_other_clients_is_loaded() -> None:
     system = AdapterFleet(1, max_loras=2)
     system.poll(1, "b")

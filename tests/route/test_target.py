@@ -112,10 +112,11 @@ def test_prediction_errors_enlarge_the_safety_margin() -> None:
 
 
 def test_replica_that_cannot_hold_the_prompt_meets_no_target(clock: ManualClock) -> None:
-    fleet = fleet_of(clock, A10, H100)
-    fleet.put(state(1, A10, clock, max_model_len=500))
-    for aim in (of(completion_s=60.0), of(ttft_s=60.0), of(tpot_s=60.0)):
-        assert decide(router_of(fleet), aim).replica == FAST
+    fleet = fleet_of(clock, H100, A10)
+    fleet.put(state(1, H100, clock, max_model_len=500))
+    missed = of(tpot_s=0.02)  # by the second replica
+    for aim in (of(completion_s=60.0), of(ttft_s=60.0), of(tpot_s=60.0), missed):
+        assert decide(router_of(fleet), aim).replica == replica(2)
 
 
 def test_request_that_generates_nothing_meets_its_tpot_target() -> None:

@@ -136,7 +136,7 @@ class RouterNode:
         if profile.stream:
             chunks = decision.prediction.output_tokens
             served.counted = self._chunks.takes(self._clock(), chunks, RESERVED_FOR_ADAPTERS)
-            needed = self.fleet.needs_first_token(decision.replica)
+            needed = not served.counted and self.fleet.takes_stream(decision.replica)
             served.response_visible = served.counted or needed
 
     def retried(self, served: Served) -> None:
