@@ -45,7 +45,7 @@ class Poller:
         )
         metrics.replicas.labels(config.pool).set_function(lambda: len(self._polled))
         metrics.healthy.labels(config.pool).set_function(
-            lambda: sum(polled.healthy and not polled.asleep for polled in self._polled.values())
+            lambda: sum(polled.usable for polled in self._polled.values())
         )
 
     async def run(self) -> None:

@@ -105,8 +105,10 @@ class PolledReplica:
         return self.state is not None and self.state.healthy
 
     @property
-    def asleep(self) -> bool:
-        return self.state is not None and self.state.asleep
+    def usable(self) -> bool:
+        """True if the published state lets routers send the replica new requests."""
+        state = self.state and self.target.marked(self.state)
+        return bool(state and state.healthy and not (state.asleep or state.draining))
 
     def mark(self, target: Target) -> None:
         """Takes over ``draining`` and ``ready`` of the target; publishes a change at once."""

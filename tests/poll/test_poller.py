@@ -23,6 +23,7 @@ from extproc.predict.step import PROFILES
 from extproc.replica_state import ReplicaState
 from extproc.share.assignment import known_pollers
 from extproc.share.connection import connect
+from extproc.share.drains import DrainStore
 from extproc.share.envelope import Skips
 from extproc.share.lists import Put
 from extproc.share.replicas import StateReader, StateWriter
@@ -447,14 +448,19 @@ async def test_replica_that_leaves_while_redis_hangs_is_removed_later(
             await router.until(lambda states: set(states) == {second.id})
 
 
-async def test_poller_counts_healthy_replicas_whose_engine_is_awake(
+async def test_poller_counts_healthy_replicas_that_neither_sleep_nor_drain(
     redis_server: RedisServer, replica: ScriptedReplica
 ) -> None:
-    async with serving() as sleeping:
+    async with serving() as sleeping, serving() as drained:
         sleeping.answers["/metrics"] = text(page(asleep=True))
-        settings = config(redis_server, replica, sleeping, ScriptedReplica())
-        async with watching(settings) as router:
-            await router.until(lambda states: len(states) == 3)
+        settings = config(redis_server, replica, sleeping, drained, ScriptedReplica())
+        async with (
+            connect(redis_server.url, "default") as redis,
+            watching(settings) as router,
+        ):
+            await DrainStore(redis, "default").write({drained.id: True})
+            await router.replica(drained, draining=True)
+            await router.until(lambda states: len(states) == 4)
             assert 'replicas_healthy{pool="default"} 1.0' in await metrics_of(settings)
 
 
