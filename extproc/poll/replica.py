@@ -12,7 +12,7 @@ import zmq.asyncio
 from msgspec import structs
 
 from extproc.config import POLL_JITTER, Config
-from extproc.ground.clock import Clock, monotonic, wall
+from extproc.ground.clock import monotonic, wall
 from extproc.ground.runtime import Backoff, started
 from extproc.poll.batch import scraped_state
 from extproc.poll.destination import Destination
@@ -60,8 +60,6 @@ class PollContext:
     metrics: PollMetrics
     prior: FleetPrior
     random: Random
-    monotonic: Clock = monotonic
-    wall: Clock = wall
 
 
 class PolledReplica:
@@ -95,9 +93,8 @@ class PolledReplica:
         self._models = Models(context.session, target, self._listed)
         self._kv_stream: KvStream | None = None
         if (ports := target.kv_events_ports) is not None:
-            blocks = KvBlocks(context.random, context.monotonic)
-            into, clock = context.into, context.monotonic
-            self._kv_stream = KvStream(context.zmq, target, ports, blocks, into, clock)
+            blocks = KvBlocks(context.random, monotonic)
+            self._kv_stream = KvStream(context.zmq, target, ports, blocks, context.into, monotonic)
         self._task = context.tasks.create_task(self._run())
 
     @property
@@ -152,7 +149,7 @@ class PolledReplica:
             self._context.prior.forget(self.target.id)
 
     async def _scrape_once(self) -> float:
-        started = self._context.monotonic()
+        started = monotonic()
         if self._silence is None:
             usual_s = 0.0 if self.state is None else self.state.scrape_seconds
             self._silence = asyncio.create_task(self._count_silence(usual_s + SILENCE_STEP_S))
@@ -164,7 +161,7 @@ class PolledReplica:
             self._failed(error)
             return self._backoff.next()
         self._stop_counting_silence()
-        seconds = self._context.monotonic() - started
+        seconds = monotonic() - started
         before = self.state
         if self._restarted(figures):
             before = None
@@ -183,7 +180,7 @@ class PolledReplica:
         self._succeeded(figures, before, self._estimator, seconds)
         self._models.refresh(started)
         spread = self._context.random.uniform(-POLL_JITTER, POLL_JITTER)
-        spent = self._context.monotonic() - started
+        spent = monotonic() - started
         return max(0.0, self._settings.interval_s * (1 + spread) - spent)
 
     def _health_is_due(self, now: float) -> bool:
@@ -219,7 +216,7 @@ class PolledReplica:
             figures,
             learned=estimator.model,
             measured=estimator.measured,
-            scraped_at=self._context.wall(),
+            scraped_at=wall(),
             scrape_seconds=seconds,
             kv_update=kv_stream.number if kv_stream is not None else None,
         )
