@@ -5,6 +5,7 @@ import logging
 from contextlib import suppress
 from random import Random
 
+import zmq
 import zmq.asyncio
 
 from extproc.config import Config
@@ -51,24 +52,26 @@ class Poller:
     async def run(self) -> None:
         """Polls until cancelled; states then stay in Redis for their TTL."""
         try:
-            async with open_session(self._config.poll.give_up_s) as session:
-                with zmq.asyncio.Context() as sockets:
-                    async with asyncio.TaskGroup() as tasks:
-                        context = PollContext(
-                            self._config,
-                            self._into,
-                            tasks,
-                            session,
-                            sockets,
-                            self._metrics,
-                            FleetPrior(),
-                            self._random,
-                        )
-                        await self._discover()
-                        tasks.create_task(self._rediscover())
-                        while True:
-                            await self._update_assignment(context)
-                            await asyncio.sleep(BEAT_S)
+            with zmq.asyncio.Context() as sockets:
+                # By default 1,023 sockets: a replica with KV events takes two.
+                sockets.set(zmq.MAX_SOCKETS, sockets.get(zmq.SOCKET_LIMIT))
+                session = open_session(self._config.poll.give_up_s)
+                async with session, asyncio.TaskGroup() as tasks:
+                    context = PollContext(
+                        self._config,
+                        self._into,
+                        tasks,
+                        session,
+                        sockets,
+                        self._metrics,
+                        FleetPrior(),
+                        self._random,
+                    )
+                    await self._discover()
+                    tasks.create_task(self._rediscover())
+                    while True:
+                        await self._update_assignment(context)
+                        await asyncio.sleep(BEAT_S)
         finally:
             self._discovery.stop()
             await self._into.release()
