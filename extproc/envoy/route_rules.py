@@ -98,11 +98,11 @@ def _not_retried(route: Node, _: EnvoyFile) -> str:
     if policy and policy["num_retries"] == 0:
         return "anything (num_retries: 0)"
     conditions = {condition.strip() for condition in policy["retry_on"].split(",")}
-    listed = policy["retriable_status_codes"] if "retriable-status-codes" in conditions else []
-    retried = conditions | {f"status {code}" for code in listed}
+    if "retriable-status-codes" in conditions:
+        conditions |= {f"status {code}" for code in policy["retriable_status_codes"]}
     if "5xx" in conditions:
-        retried.add("status 500")
-    return ", ".join(failure for failure in _RETRIED if failure not in retried)
+        conditions.add("status 500")
+    return ", ".join(failure for failure in _RETRIED if failure not in conditions)
 
 
 # A table: the formatter would give each field a line.
