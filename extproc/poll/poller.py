@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from contextlib import suppress
+from functools import partial
 from random import Random
 
 import zmq
@@ -13,7 +14,6 @@ from extproc.poll.destination import Destination
 from extproc.poll.discovery import RESOLVE_S, Discovery, Target
 from extproc.poll.replica import PollContext, PolledReplica
 from extproc.poll.scrape import PollMetrics, open_session
-from extproc.predict.estimator import FleetPrior
 from extproc.share.assignment import BEAT_S
 
 log = logging.getLogger(__name__)
@@ -25,10 +25,9 @@ class Poller:
     def __init__(
         self, config: Config, into: Destination, metrics: PollMetrics, random: Random
     ) -> None:
-        self._config = config
         self._into = into
-        self._metrics = metrics
-        self._random = random
+        self._context = partial(PollContext, config, into, metrics, random)
+        self._give_up_s = config.poll.give_up_s
         self._discovery = Discovery(
             config.replicas,
             config.replicas_file,
@@ -55,18 +54,9 @@ class Poller:
             with zmq.asyncio.Context() as sockets:
                 # By default 1,023 sockets: a replica with KV events takes two.
                 sockets.set(zmq.MAX_SOCKETS, sockets.get(zmq.SOCKET_LIMIT))
-                session = open_session(self._config.poll.give_up_s)
+                session = open_session(self._give_up_s)
                 async with session, asyncio.TaskGroup() as tasks:
-                    context = PollContext(
-                        self._config,
-                        self._into,
-                        tasks,
-                        session,
-                        sockets,
-                        self._metrics,
-                        FleetPrior(),
-                        self._random,
-                    )
+                    context = self._context(tasks, session, sockets)
                     await self._discover()
                     tasks.create_task(self._rediscover())
                     while True:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from random import Random
 from typing import Any
@@ -54,12 +54,12 @@ class PollContext:
 
     config: Config
     into: Destination
+    metrics: PollMetrics
+    random: Random
     tasks: asyncio.TaskGroup
     session: aiohttp.ClientSession
     zmq: zmq.asyncio.Context
-    metrics: PollMetrics
-    prior: FleetPrior
-    random: Random
+    prior: FleetPrior = field(default_factory=FleetPrior)
 
 
 class PolledReplica:
