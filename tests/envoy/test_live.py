@@ -20,6 +20,7 @@ from extproc.lab.harness.stack import FLEET, SimulatedReplica
 from extproc.observe.admin import serve_admin
 from extproc.share import assignment
 from extproc.share.connection import Keys, connect
+from extproc.share.drains import DrainStore
 from tests.conftest import RedisServer
 from tests.e2e.stack import EdsStack, PatientStack, here, patient
 from tests.envoy.test_check import EditableBootstrap
@@ -183,6 +184,7 @@ async def test_documented_rights_suffice(redis_server: RedisServer, check: Check
         ("/metrics", hang, "error .*: /metrics did not answer within 2.4 s: it gets no"),
         ("/metrics", text(LACKING), "warning .*: lacks the size of its KV cache"),
         ("/metrics", text(WORKED.replace("iteration", "-")), "warning .*: lacks the number of"),
+        ("/metrics", text(page(asleep=True)), "warning .*: its engine sleeps: it gets no requests"),
         ("/v1/models", text("{}"), "warning .*: /v1/models is not a list of models"),
     ],
 )
@@ -199,18 +201,21 @@ async def test_unhealthy_or_incomplete_replica_is_reported(
     assert re.match(problem, re.sub(" +", " ", line))
 
 
-async def test_replica_unhealthy_for_pollers_is_error(
+async def test_unhealthy_and_draining_states_of_pollers_are_reported(
     redis_server: RedisServer, check: Check
 ) -> None:
-    async with serving() as replica:
-        settings = config(redis_server, replica)
-        async with watching(settings) as seen:
-            await seen.until(lambda states: set(states) == {replica.id})
+    async with serving() as replica, serving() as drained:
+        settings = config(redis_server, replica, drained)
+        async with connect(redis_server.url, "default") as redis, watching(settings) as seen:
+            await seen.until(lambda states: len(states) == 2)
             replica.answers["/health"] = text("", 503)
             await seen.replica(replica, healthy=False)
+            await DrainStore(redis, "default").write({drained.id: True})
+            await seen.replica(drained, draining=True)
         replica.answers["/health"] = text("")
         lines = bad(await check(settings, status=1))
-    assert any("but not the pollers: /health answered 503" in line for line in lines)
+    assert any("but pollers report: /health answered 503" in line for line in lines)
+    assert any(f"replica {drained.id}: draining: it gets no new" in line for line in lines)
 
 
 LLAMA = {
