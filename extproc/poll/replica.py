@@ -346,13 +346,7 @@ class PolledReplica:
 def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
     """Returns the step times that the replica's previous poller learned; None if it learned none
     that are valid for this profile."""
-    if known is None or not known.measured or known.profile != profile:
-        return None
-    model = known.learned
-    if (
-        model is None
-        or not all(0.0 <= value < inf for value in coefficients(model))
-        or not model.c0
-    ):
-        return None
-    return model
+    model = known.learned if known and known.measured and known.profile == profile else None
+    if model and model.c0 and all(0.0 <= value < inf for value in coefficients(model)):
+        return model
+    return None
