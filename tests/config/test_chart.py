@@ -198,7 +198,7 @@ def test_selector_makes_a_headless_service(tmp_path: Path) -> None:
     made = [item for item in objects if item["kind"] == "Service"]
     services = {item["metadata"]["name"]: item["spec"] for item in made}
     sources = config(objects, tmp_path).replicas
-    for source, port in zip(sources, ("http", 8000), strict=True):
+    for source, port in zip(sources, ("http", 8000, 8001), strict=True):
         assert source.kubernetes is not None
         service = services[source.kubernetes.service]
         assert service["clusterIP"] == "None"
