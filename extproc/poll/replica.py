@@ -133,16 +133,15 @@ class PolledReplica:
 
     async def _scrape(self) -> None:
         try:
-            # A random share of the first wait spreads the scrapes of replicas that start together.
-            share_of_wait = self._context.random.random()
+            # A random wait spreads the scrapes of replicas that start together.
+            await asyncio.sleep(self._context.random.random() * self._settings.interval_s)
             while True:
                 try:
                     wait_s = await self._scrape_once()
                 except Exception as error:  # must not end the polls of other replicas
                     self._failed_unexpectedly(error)
                     wait_s = self._backoff.next()
-                await asyncio.sleep(wait_s * share_of_wait)
-                share_of_wait = 1.0
+                await asyncio.sleep(wait_s)
         finally:
             self._stop_counting_silence()
             self._models.restart()
