@@ -162,7 +162,8 @@ def _health(state: ReplicaState) -> HealthStatus:
     """
     if state.draining:
         return HealthStatus.DRAINING
-    return HealthStatus.HEALTHY if state.healthy else HealthStatus.UNHEALTHY
+    serves = state.healthy and not state.asleep
+    return HealthStatus.HEALTHY if serves else HealthStatus.UNHEALTHY
 
 
 def load_assignment(name: str, members: Mapping[str, HealthStatus]) -> bytes:

@@ -214,7 +214,7 @@ async def _check_replica(
         text = f"{error}: it gets no requests. Start it, or correct its address (replicas)"
         return [(Level.ERROR, text)]
     took_s = monotonic() - began
-    problems = [*_missing_metrics(figures), *_check_state(id_, snapshot)]
+    problems = [*_check_figures(figures), *_check_state(id_, snapshot)]
     if took_s > config.poll.timeout_s:
         text = (
             f"a scrape took {took_s:.2f} s, longer than poll.timeout_s "
@@ -233,7 +233,9 @@ async def _check_replica(
     return [*problems, (Level.OK, text)]
 
 
-def _missing_metrics(figures: PageFigures) -> Iterator[Problem]:
+def _check_figures(figures: PageFigures) -> Iterator[Problem]:
+    if figures.asleep:
+        yield Level.WARNING, "its engine sleeps: it gets no requests. Send POST /wake_up to it"
     remedy = "Find out what drops this metric between the replica and the poller"
     if figures.generated_tokens and not figures.kv_tokens:  # embedding engines have none
         yield (
@@ -259,11 +261,15 @@ def _check_state(id_: str, snapshot: Snapshot | None) -> Iterator[Problem]:
             Level.ERROR,
             "no poller scrapes it: it gets no requests. Run 'extproc poll' with this configuration",
         )
-    elif not state.healthy:
+        return
+    if not state.healthy:
         yield (
             Level.ERROR,
-            f"it answers this command, but not the pollers: {state.problem}. Let the pollers' "
-            "machines reach it",
+            f"it answers this command, but pollers report: {state.problem}. See 'What a poller "
+            "says of a replica' in docs/operations/troubleshoot.md",
         )
     elif (age_s := snapshot.ages[id_]) > STALE_AFTER_S:
         yield Level.WARNING, f"its state is {age_s:.0f} s old. Is the poller that scrapes it alive?"
+    if state.draining:
+        text = "draining: it gets no new requests. To use it again: extproc replicas undrain"
+        yield Level.WARNING, text

@@ -9,6 +9,7 @@ from extproc.config import Config
 from extproc.envoy.check import check_envoy
 from extproc.envoy.envoy_file import EnvoyFile, destination
 from extproc.envoy.finding import Finding, Level
+from extproc.envoy.tree import Node
 from extproc.ground.address import join_address, with_name
 
 _PATIENCE = aiohttp.ClientTimeout(total=10.0)
@@ -16,7 +17,8 @@ _NO_ANSWER = (
     "{}: is Envoy running, and is this its admin address? --envoy-admin takes http://HOST:PORT"
 )
 _DOWN = ("UNHEALTHY", "TIMEOUT")
-_NO_ROUTER = {"router_port_matches", "transport_matches"}  # if broken, no router is healthy
+_EXPLAINS = {"router_port_matches", "transport_matches", "members_are_replicas"}
+"""Rules that, if broken, explain the state of all members of the cluster."""
 _CLUSTERS = ("ClustersConfigDump", "static_clusters", "dynamic_active_clusters")
 _LISTENERS = ("ListenersConfigDump", "static_listeners", "dynamic_listeners")
 _ROUTES = ("RoutesConfigDump", "dynamic_route_configs")  # static routes are parts of listeners
@@ -41,8 +43,8 @@ async def check_live_envoy(url: str, config: Config, replicas: Mapping[str, str]
         for reason in refusals
     ]
     judged = check_envoy(tree, config)
-    broken = {finding.rule for finding in judged if finding.level is Level.ERROR}
-    problems += _check_members(EnvoyFile(tree), hosts, replicas, broken)
+    explained = {finding.where for finding in judged if finding.rule in _EXPLAINS}
+    problems += _check_members(EnvoyFile(tree), hosts, replicas, explained)
     return [Finding("envoy", level, where, text) for level, text in problems] + judged
 
 
@@ -66,27 +68,30 @@ def _check_members(
     file: EnvoyFile,
     hosts: Mapping[str, Mapping[str, str]],
     replicas: Mapping[str, str],
-    broken: Set[str],
+    explained: Set[str],
 ) -> Iterator[tuple[Level, str]]:
-    """Yield problems of members, except those that a rule in ``broken`` explains."""
-    routers = [cluster["name"] for cluster in file.router_clusters]
-    fixed = [cluster["name"] for cluster in file.replica_clusters if not destination(cluster)]
+    """Yield problems of members; ``explained``: places of clusters whose problems are known."""
+
+    def names(clusters: list[Node]) -> list[str]:
+        others = (cluster for cluster in clusters if cluster.where not in explained)
+        return [cluster["name"] for cluster in others if not destination(cluster)]
+
+    routers, fixed = names(file.router_clusters), names(file.replica_clusters)
     for name in [*routers, *fixed]:
         unhealthy = {host: reasons for host, reasons in hosts.get(name, {}).items() if reasons}
-        if name not in routers or len(unhealthy) < len(hosts.get(name, {})):
-            for host, reasons in unhealthy.items():
-                title = with_name(host, replicas.get(host, ""))
-                text = f"cluster {name!r}: {title} is unhealthy ({reasons}) and gets no requests"
-                yield Level.WARNING, text
-        elif not broken & _NO_ROUTER:
+        if name in routers and len(unhealthy) == len(hosts.get(name, {})):
             listed = ", ".join(f"{host}: {reasons}" for host, reasons in unhealthy.items())
             text = (
                 f"cluster {name!r} has no healthy member ({listed or 'it is empty'}): Envoy's "
                 "fallback policy serves all requests. Start a router at the address in this cluster"
             )
             yield Level.ERROR, text
-    if "members_are_replicas" in broken:
-        return
+            continue
+        sender = "Envoy" if name in routers else "Envoy's fallback policy"
+        for host, reasons in unhealthy.items():
+            title = with_name(host, replicas.get(host, ""))
+            text = f"cluster {name!r}: {title} is unhealthy ({reasons}): {sender} sends no requests"
+            yield Level.WARNING, f"{text} there"
     members = {host: name for name in fixed for host in hosts.get(name, {})}
     for host in members.keys() - replicas.keys():
         text = (

@@ -16,6 +16,9 @@ from extproc.envoy.tree import LISTENER, MANAGER, ROUTE, ROUTE_ENTRY, Node
 _ANY_PATH = (".*", ".+", "/.*")
 _SHORT_ROUTE = timedelta(minutes=10)
 _SHORT_WAIT = timedelta(minutes=1)
+_RETRIED = ("connect-failure", "status 500", "status 401", "status 403")
+"""Failures for which another replica has to be tried. A replica answers 401 or 403 to each request
+if its ``--api-key`` is not that of the others."""
 
 
 def _has_route_timeouts(file: EnvoyFile) -> bool:
@@ -90,16 +93,16 @@ def _cuts_waiting(node: Node, _: EnvoyFile) -> str:
 
 
 def _not_retried(route: Node, _: EnvoyFile) -> str:
-    """Return the failures that the route does not retry: connect-failure, status 500, or both."""
+    """Return the failures of a dead or misconfigured replica that the route does not retry."""
     policy = route["retry_policy"]
     if policy and policy["num_retries"] == 0:
         return "anything (num_retries: 0)"
     conditions = {condition.strip() for condition in policy["retry_on"].split(",")}
-    by_status = "retriable-status-codes" in conditions and 500 in policy["retriable_status_codes"]
-    lacking = [] if "connect-failure" in conditions else ["connect-failure"]
-    if not by_status and "5xx" not in conditions:
-        lacking.append("status 500")
-    return " and ".join(lacking)
+    if "retriable-status-codes" in conditions:
+        conditions |= {f"status {code}" for code in policy["retriable_status_codes"]}
+    if "5xx" in conditions:
+        conditions.add("status 500")
+    return ", ".join(failure for failure in _RETRIED if failure not in conditions)
 
 
 # A table: the formatter would give each field a line.
@@ -160,8 +163,8 @@ ROUTE_RULES = (
     Rule("second_choice_is_tried", Level.WARNING, _with_second,
         "A request that a dead or broken replica fails is tried again.",
         _not_retried,
-        "the route does not retry on {}: until the router ejects a replica that is dead or "
-        "answers 500, clients get its failures, though the router names a second choice. Write "
+        "the route does not retry on {}: clients get the failures of a replica that is dead, "
+        "answers 500 or has another --api-key, though the router names a second choice. Write "
         'retry_policy: {{retry_on: "connect-failure,refused-stream,reset,retriable-status-codes", '
         "retriable_status_codes: [401, 403, 500, 502, 503], num_retries: 1}}"),
 )

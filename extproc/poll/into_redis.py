@@ -81,7 +81,7 @@ class Health:
 
     def __init__(self, pools: Iterable[str], clock: Clock) -> None:
         self._clock = clock
-        self._starting = set(pools)
+        self._names = (*pools,)
         self._pools: dict[str, tuple[Assigner, OutageLog, Callable[[], Iterable[str]]]] = {}
 
     def add(
@@ -91,7 +91,6 @@ class Health:
         outage: OutageLog,
         unlisted: Callable[[], Iterable[str]],
     ) -> None:
-        self._starting.discard(pool)
         self._pools[pool] = assigner, outage, unlisted
 
     def live(self) -> str:
@@ -106,12 +105,10 @@ class Health:
 
     def ready(self) -> str:
         """Returns the reasons why the poller's states do not reach the routers."""
-        pools = self._pools.items()
-        starting = self._starting | {
-            pool for pool, (assigner, *_) in pools if assigner.beat_at is None
-        }
+        beats = {pool: assigner.beat_at for pool, (assigner, *_) in self._pools.items()}
+        starting = (pool for pool in self._names if beats.get(pool) is None)
         reasons = [f"pool {pool}: no heartbeat yet" for pool in starting]
-        for pool, (_, writes, unlisted) in pools:
+        for pool, (_, writes, unlisted) in self._pools.items():
             reasons += [f"pool {pool}: redis is lost"] if writes.problem else []
             reasons += [
                 f"pool {pool}: {service} was never listed: see the log" for service in unlisted()

@@ -3,8 +3,10 @@
 import asyncio
 import logging
 from contextlib import suppress
+from functools import partial
 from random import Random
 
+import zmq
 import zmq.asyncio
 
 from extproc.config import Config
@@ -12,7 +14,6 @@ from extproc.poll.destination import Destination
 from extproc.poll.discovery import RESOLVE_S, Discovery, Target
 from extproc.poll.replica import PollContext, PolledReplica
 from extproc.poll.scrape import PollMetrics, open_session
-from extproc.predict.estimator import FleetPrior
 from extproc.share.assignment import BEAT_S
 
 log = logging.getLogger(__name__)
@@ -24,10 +25,9 @@ class Poller:
     def __init__(
         self, config: Config, into: Destination, metrics: PollMetrics, random: Random
     ) -> None:
-        self._config = config
         self._into = into
-        self._metrics = metrics
-        self._random = random
+        self._context = partial(PollContext, config, into, metrics, random)
+        self._give_up_s = config.poll.give_up_s
         self._discovery = Discovery(
             config.replicas,
             config.replicas_file,
@@ -45,30 +45,23 @@ class Poller:
         )
         metrics.replicas.labels(config.pool).set_function(lambda: len(self._polled))
         metrics.healthy.labels(config.pool).set_function(
-            lambda: sum(polled.healthy and not polled.asleep for polled in self._polled.values())
+            lambda: sum(polled.usable for polled in self._polled.values())
         )
 
     async def run(self) -> None:
         """Polls until cancelled; states then stay in Redis for their TTL."""
         try:
-            async with open_session(self._config.poll.give_up_s) as session:
-                with zmq.asyncio.Context() as sockets:
-                    async with asyncio.TaskGroup() as tasks:
-                        context = PollContext(
-                            self._config,
-                            self._into,
-                            tasks,
-                            session,
-                            sockets,
-                            self._metrics,
-                            FleetPrior(),
-                            self._random,
-                        )
-                        await self._discover()
-                        tasks.create_task(self._rediscover())
-                        while True:
-                            await self._update_assignment(context)
-                            await asyncio.sleep(BEAT_S)
+            with zmq.asyncio.Context() as sockets:
+                # By default 1,023 sockets: a replica with KV events takes two.
+                sockets.set(zmq.MAX_SOCKETS, sockets.get(zmq.SOCKET_LIMIT))
+                session = open_session(self._give_up_s)
+                async with session, asyncio.TaskGroup() as tasks:
+                    context = self._context(tasks, session, sockets)
+                    await self._discover()
+                    tasks.create_task(self._rediscover())
+                    while True:
+                        await self._update_assignment(context)
+                        await asyncio.sleep(BEAT_S)
         finally:
             self._discovery.stop()
             await self._into.release()

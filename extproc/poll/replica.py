@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from random import Random
 from typing import Any
@@ -12,7 +12,7 @@ import zmq.asyncio
 from msgspec import structs
 
 from extproc.config import POLL_JITTER, Config
-from extproc.ground.clock import Clock, monotonic, wall
+from extproc.ground.clock import monotonic, wall
 from extproc.ground.runtime import Backoff, started
 from extproc.poll.batch import scraped_state
 from extproc.poll.destination import Destination
@@ -54,14 +54,12 @@ class PollContext:
 
     config: Config
     into: Destination
+    metrics: PollMetrics
+    random: Random
     tasks: asyncio.TaskGroup
     session: aiohttp.ClientSession
     zmq: zmq.asyncio.Context
-    metrics: PollMetrics
-    prior: FleetPrior
-    random: Random
-    monotonic: Clock = monotonic
-    wall: Clock = wall
+    prior: FleetPrior = field(default_factory=FleetPrior)
 
 
 class PolledReplica:
@@ -95,9 +93,8 @@ class PolledReplica:
         self._models = Models(context.session, target, self._listed)
         self._kv_stream: KvStream | None = None
         if (ports := target.kv_events_ports) is not None:
-            blocks = KvBlocks(context.random, context.monotonic)
-            into, clock = context.into, context.monotonic
-            self._kv_stream = KvStream(context.zmq, target, ports, blocks, into, clock)
+            blocks = KvBlocks(context.random, monotonic)
+            self._kv_stream = KvStream(context.zmq, target, ports, blocks, context.into, monotonic)
         self._task = context.tasks.create_task(self._run())
 
     @property
@@ -105,8 +102,10 @@ class PolledReplica:
         return self.state is not None and self.state.healthy
 
     @property
-    def asleep(self) -> bool:
-        return self.state is not None and self.state.asleep
+    def usable(self) -> bool:
+        """True if the published state lets routers send the replica new requests."""
+        state = self.state and self.target.marked(self.state)
+        return bool(state and state.healthy and not (state.asleep or state.draining))
 
     def mark(self, target: Target) -> None:
         """Takes over ``draining`` and ``ready`` of the target; publishes a change at once."""
@@ -134,23 +133,22 @@ class PolledReplica:
 
     async def _scrape(self) -> None:
         try:
-            # A random share of the first wait spreads the scrapes of replicas that start together.
-            share_of_wait = self._context.random.random()
+            # A random wait spreads the scrapes of replicas that start together.
+            await asyncio.sleep(self._context.random.random() * self._settings.interval_s)
             while True:
                 try:
                     wait_s = await self._scrape_once()
                 except Exception as error:  # must not end the polls of other replicas
                     self._failed_unexpectedly(error)
                     wait_s = self._backoff.next()
-                await asyncio.sleep(wait_s * share_of_wait)
-                share_of_wait = 1.0
+                await asyncio.sleep(wait_s)
         finally:
             self._stop_counting_silence()
             self._models.restart()
             self._context.prior.forget(self.target.id)
 
     async def _scrape_once(self) -> float:
-        started = self._context.monotonic()
+        started = monotonic()
         if self._silence is None:
             usual_s = 0.0 if self.state is None else self.state.scrape_seconds
             self._silence = asyncio.create_task(self._count_silence(usual_s + SILENCE_STEP_S))
@@ -162,7 +160,7 @@ class PolledReplica:
             self._failed(error)
             return self._backoff.next()
         self._stop_counting_silence()
-        seconds = self._context.monotonic() - started
+        seconds = monotonic() - started
         before = self.state
         if self._restarted(figures):
             before = None
@@ -181,7 +179,7 @@ class PolledReplica:
         self._succeeded(figures, before, self._estimator, seconds)
         self._models.refresh(started)
         spread = self._context.random.uniform(-POLL_JITTER, POLL_JITTER)
-        spent = self._context.monotonic() - started
+        spent = monotonic() - started
         return max(0.0, self._settings.interval_s * (1 + spread) - spent)
 
     def _health_is_due(self, now: float) -> bool:
@@ -217,7 +215,7 @@ class PolledReplica:
             figures,
             learned=estimator.model,
             measured=estimator.measured,
-            scraped_at=self._context.wall(),
+            scraped_at=wall(),
             scrape_seconds=seconds,
             kv_update=kv_stream.number if kv_stream is not None else None,
         )
@@ -347,13 +345,7 @@ class PolledReplica:
 def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
     """Returns the step times that the replica's previous poller learned; None if it learned none
     that are valid for this profile."""
-    if known is None or not known.measured or known.profile != profile:
-        return None
-    model = known.learned
-    if (
-        model is None
-        or not all(0.0 <= value < inf for value in coefficients(model))
-        or not model.c0
-    ):
-        return None
-    return model
+    model = known.learned if known and known.measured and known.profile == profile else None
+    if model and model.c0 and all(0.0 <= value < inf for value in coefficients(model)):
+        return model
+    return None

@@ -65,7 +65,7 @@ class PollMetrics:
         )
         self.healthy = gauge(
             "extproc_poll_replicas_healthy",
-            "Replicas whose last scrape succeeded and whose engine is awake.",
+            "Replicas that this poller reports as healthy, and that neither sleep nor drain.",
         )
 
     def skipped(self, reason: str, number: int) -> None:

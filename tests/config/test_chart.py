@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import yaml
 
@@ -11,10 +12,12 @@ from extproc import settings
 from extproc.config import Config
 from extproc.envoy.check import check_envoy
 from extproc.envoy.finding import Level
+from extproc.lab.harness.envoy_config import socket_address
+from extproc.lab.harness.processes import free_port
 from tests.certificates import Authority
 from tests.config import chart
 from tests.config.chart import Manifest, by_title, container, faults, manifests, pod, title
-from tests.envoy.test_envoy import validate
+from tests.envoy.test_envoy import running, validate
 
 SETUPS: dict[str, dict[str, Any]] = {"default values": {}} | {
     file.stem: yaml.load(file.read_text(encoding="utf-8"), yaml.CSafeLoader)
@@ -89,6 +92,31 @@ async def test_envoy_accepts_the_file_of_setup(setup: str, tmp_path: Path) -> No
             text = text.replace(old, new)
         (tmp_path / name).write_text(text, encoding="utf-8")
     assert "eprecated" not in await validate(tmp_path / "envoy.yaml")
+
+
+@pytest.mark.process
+async def test_host_with_port_leads_to_its_pool(tmp_path: Path) -> None:
+    """Clients name the port in the header ``host`` unless it is 80 or 443."""
+    text = envoy_files(manifests(**SETUPS["two_pools"]))["envoy.yaml"]
+    whole = yaml.load(text, yaml.CSafeLoader)
+    port, admin = free_port(), free_port()
+    (listener, _) = whole["static_resources"]["listeners"]
+    listener["address"] = socket_address(f"127.0.0.1:{port}")
+    manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    manager["http_filters"] = manager["http_filters"][-1:]
+    for host in manager["route_config"]["virtual_hosts"]:
+        answer = {"status": 200, "body": {"inline_string": host["name"]}}
+        host |= {"typed_per_filter_config": {}}
+        host["routes"] = [{"match": {"prefix": "/"}, "direct_response": answer}]
+    alone = {
+        "admin": {"address": socket_address(f"127.0.0.1:{admin}")},
+        "static_resources": {"listeners": [listener]},
+    }
+    async with running(tmp_path, alone, admin), aiohttp.ClientSession() as session:
+        for name, pool in (("batch.llm.example", "batch"), ("chat.llm.example", "default")):
+            for host in (name, f"{name}:8080"):
+                async with session.get(f"http://127.0.0.1:{port}/", headers={"host": host}) as got:
+                    assert (host, await got.text()) == (host, pool)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +198,7 @@ def test_selector_makes_a_headless_service(tmp_path: Path) -> None:
     made = [item for item in objects if item["kind"] == "Service"]
     services = {item["metadata"]["name"]: item["spec"] for item in made}
     sources = config(objects, tmp_path).replicas
-    for source, port in zip(sources, ("http", 8000), strict=True):
+    for source, port in zip(sources, ("http", 8000, 8001), strict=True):
         assert source.kubernetes is not None
         service = services[source.kubernetes.service]
         assert service["clusterIP"] == "None"

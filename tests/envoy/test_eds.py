@@ -210,10 +210,11 @@ def test_pool_is_unknown_before_first_replica(members: PoolMembers) -> None:
     assert members.current == {A.id: HealthStatus.HEALTHY}
 
 
-def test_health_and_draining_follow_polls(members: PoolMembers) -> None:
+@pytest.mark.parametrize("why", [{"healthy": False}, {"asleep": True}])
+def test_health_and_draining_follow_polls(members: PoolMembers, why: dict[str, bool]) -> None:
     members.apply(Snapshot((A, B)))
     assert not members.apply(Put(structs.replace(A, running=7)))
-    assert members.apply(Put(structs.replace(A, healthy=False)))
+    assert members.apply(Put(structs.replace(A, **why)))
     assert members.apply(Put(structs.replace(B, draining=True)))
     assert members.current == {A.id: HealthStatus.UNHEALTHY, B.id: HealthStatus.DRAINING}
     assert members.apply(Put(A))

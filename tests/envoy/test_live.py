@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,19 @@ from prometheus_client import CollectorRegistry
 
 from extproc.cli import main
 from extproc.config import Config
-from extproc.lab.harness.envoy_config import Bootstrap
+from extproc.lab.harness.envoy_config import Bootstrap, socket_address
 from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.stack import FLEET, SimulatedReplica
 from extproc.observe.admin import serve_admin
 from extproc.share import assignment
 from extproc.share.connection import Keys, connect
+from extproc.share.drains import DrainStore
 from tests.conftest import RedisServer
 from tests.e2e.stack import EdsStack, PatientStack, here, patient
+from tests.envoy.test_check import EditableBootstrap
 from tests.envoy.watched_files import bootstrap, split
 from tests.poll.polling import SOON, config, watching
-from tests.poll.replica import hang, models, page, serving, text
+from tests.poll.replica import ScriptedReplica, hang, models, page, serving, text
 from tests.share.servers import Refuse, command, each_refusal
 from tests.waiting import until
 
@@ -182,6 +184,7 @@ async def test_documented_rights_suffice(redis_server: RedisServer, check: Check
         ("/metrics", hang, "error .*: /metrics did not answer within 2.4 s: it gets no"),
         ("/metrics", text(LACKING), "warning .*: lacks the size of its KV cache"),
         ("/metrics", text(WORKED.replace("iteration", "-")), "warning .*: lacks the number of"),
+        ("/metrics", text(page(asleep=True)), "warning .*: its engine sleeps: it gets no requests"),
         ("/v1/models", text("{}"), "warning .*: /v1/models is not a list of models"),
     ],
 )
@@ -198,18 +201,21 @@ async def test_unhealthy_or_incomplete_replica_is_reported(
     assert re.match(problem, re.sub(" +", " ", line))
 
 
-async def test_replica_unhealthy_for_pollers_is_error(
+async def test_unhealthy_and_draining_states_of_pollers_are_reported(
     redis_server: RedisServer, check: Check
 ) -> None:
-    async with serving() as replica:
-        settings = config(redis_server, replica)
-        async with watching(settings) as seen:
-            await seen.until(lambda states: set(states) == {replica.id})
+    async with serving() as replica, serving() as drained:
+        settings = config(redis_server, replica, drained)
+        async with connect(redis_server.url, "default") as redis, watching(settings) as seen:
+            await seen.until(lambda states: len(states) == 2)
             replica.answers["/health"] = text("", 503)
             await seen.replica(replica, healthy=False)
+            await DrainStore(redis, "default").write({drained.id: True})
+            await seen.replica(drained, draining=True)
         replica.answers["/health"] = text("")
         lines = bad(await check(settings, status=1))
-    assert any("but not the pollers: /health answered 503" in line for line in lines)
+    assert any("but pollers report: /health answered 503" in line for line in lines)
+    assert any(f"replica {drained.id}: draining: it gets no new" in line for line in lines)
 
 
 LLAMA = {
@@ -300,6 +306,63 @@ async def test_members_known_to_one_side_are_reported(check: Check, tmp_path: Pa
     stranger = f"cluster 'replicas' has the member {stack.address('two')}, which no poller knows"
     assert stranger in warning
     assert "and none of the replicas in the router's configuration" in disjoint
+
+
+async def test_mistake_in_one_cluster_hides_no_member_of_another(check: Check) -> None:
+    whole = EditableBootstrap().address_router("127.0.0.1").list_replicas("10.0.0.9")
+    batch = whole.replicas | {"name": "batch", "type": "EDS", "load_assignment": None}
+    clusters = [*whole.clusters, batch]
+    async with serving() as replica:
+        known = f"127.0.0.1:{replica.port}"
+        members: dict[str, dict[str, dict[str, bool]]] = {
+            "router": {"127.0.0.1:50051": {}},
+            "replicas": {"10.0.0.9:8000": {}},
+            "batch": {known: {"failed_outlier_check": True}, "10.0.0.8:8000": {}},
+        }
+        answer_as_envoy(replica, whole.tree, clusters, members)
+        arguments = alone(replica.id), "--envoy-admin", f"http://{replica.id}"
+        error, *warnings = bad(await check(*arguments, status=1))
+    assert "cluster 'replicas' lists 10.0.0.9:8000, and none of the replicas" in error
+    assert [line.partition(": cluster 'batch'")[2] for line in warnings] == [
+        f": {known} is unhealthy (failed_outlier_check): Envoy's fallback policy "
+        "sends no requests there",
+        " has the member 10.0.0.8:8000, which no poller knows: only Envoy's fallback policy sends "
+        "requests there. Add it to replicas, or remove it from the cluster",
+    ]
+
+
+def answer_as_envoy(
+    replica: ScriptedReplica,
+    bootstrap: Mapping[str, Any],
+    clusters: Sequence[object],
+    members: Mapping[str, Mapping[str, object]],
+) -> None:
+    """Let the replica also answer as the admin address of an Envoy.
+
+    ``members``: health of each member, by cluster and ``host:port``.
+    """
+    (listener,) = bootstrap["static_resources"]["listeners"]
+    types = "type.googleapis.com/envoy.admin.v3."
+    dump = [
+        {"@type": f"{types}BootstrapConfigDump", "bootstrap": bootstrap},
+        {"@type": f"{types}ListenersConfigDump", "static_listeners": [{"listener": listener}]},
+        {
+            "@type": f"{types}ClustersConfigDump",
+            "static_clusters": [{"cluster": cluster} for cluster in clusters],
+        },
+    ]
+    statuses = [
+        {
+            "name": name,
+            "host_statuses": [
+                {"address": socket_address(host), "health_status": health}
+                for host, health in hosts.items()
+            ],
+        }
+        for name, hosts in members.items()
+    ]
+    replica.answers["/config_dump"] = text(json.dumps({"configs": dump}))
+    replica.answers["/clusters"] = text(json.dumps({"cluster_statuses": statuses}))
 
 
 @pytest.mark.parametrize("answer", ["nothing", "something else"])

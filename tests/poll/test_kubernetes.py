@@ -20,7 +20,7 @@ from tests.certificates import Authority
 from tests.conftest import Logged, RedisServer
 from tests.kubernetes_api import ApiServer, endpoint, endpoint_slice, terminating
 from tests.poll.kubernetes import EMPTY, FOUND, LOST, SCALED, Found, RecordedAnswers
-from tests.poll.polling import config, polling, read, watching
+from tests.poll.polling import config, metrics_of, polling, read, watching
 from tests.poll.replica import ScriptedReplica, hang, serving
 from tests.waiting import PATIENCE_S, until, until_read
 
@@ -382,11 +382,13 @@ async def test_pod_conditions_reach_routers_at_once(
         put(first)
         put(second, ready=False)
         source = {"kubernetes": {"service": "vllm", "port": "http"}}
-        async with watching(config(redis_server, replicas=[source])) as router:
+        settings = config(redis_server, replicas=[source])
+        async with watching(settings) as router:
             state = await router.replica(first, healthy=True)
             assert (state.name, state.draining) == (f"vllm-{first.port}", False)
             state = await router.replica(second, lambda state: bool(state.models))
             assert (state.healthy, state.problem) == (False, "not ready, says Kubernetes")
+            assert 'replicas_healthy{pool="default"} 1.0' in await metrics_of(settings)
             put(second)
             assert (await router.replica(second, healthy=True)).problem == ""
             first.answers["/metrics"] = hang  # no scrape ends from now on

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import zmq
 import zmq.asyncio
+from prometheus_client import CollectorRegistry
 
+from extproc.config import Config
 from extproc.ground.clock import monotonic
+from extproc.ground.runtime import started
 from extproc.lab.harness.processes import free_port
 from extproc.poll import kv_stream
 from extproc.poll.destination import Destination
@@ -18,6 +21,10 @@ from extproc.poll.discovery import Target
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.kv_events import Event
 from extproc.poll.kv_stream import KvStream
+from extproc.poll.poller import Poller
+from extproc.poll.replica import PollContext, PolledReplica
+from extproc.poll.scrape import PollMetrics
+from extproc.replica_state import ReplicaState
 from tests.conftest import Logged
 from tests.poll.test_kv_blocks import CLEARED, KEYS, after, as_arrays, as_maps, removed, stored
 from tests.waiting import PATIENCE_S, until
@@ -423,3 +430,20 @@ async def test_unexpected_error_is_logged_once_and_the_stream_continues(
     await followed.holds(KEYS[0])
     assert [line.getMessage() for line in caplog.records] == [UNKNOWN, KNOWN]
     assert vars(caplog.records[0])["error"] == "RuntimeError: odd"
+
+
+async def test_poller_has_two_sockets_for_each_of_a_thousand_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: asyncio.Queue[PollContext] = asyncio.Queue()
+
+    class Polled(PolledReplica):
+        def __init__(self, target: Target, known: ReplicaState | None, context: PollContext):
+            super().__init__(target, known, context)
+            made.put_nowait(context)
+
+    monkeypatch.setattr("extproc.poll.poller.PolledReplica", Polled)
+    settings = Config.model_validate({"replicas": ["127.0.0.1:9"]})
+    poller = Poller(settings, Destination(), PollMetrics(CollectorRegistry()), Random(1))
+    async with started(poller.run()), asyncio.timeout(PATIENCE_S):
+        assert (await made.get()).zmq.get(zmq.MAX_SOCKETS) > 2 * 1000

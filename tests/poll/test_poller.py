@@ -14,15 +14,22 @@ from typing import Any, NamedTuple
 
 import pytest
 from msgspec import structs
+from prometheus_client import CollectorRegistry
 
 from extproc.config import Config
+from extproc.ground.clock import monotonic
+from extproc.ground.runtime import started
 from extproc.lab.harness.processes import answers
+from extproc.poll.destination import Destination
 from extproc.poll.into_redis import run_poller
-from extproc.poll.metrics_text import PageFigures, read_metrics
+from extproc.poll.metrics_text import PageFigures, ScrapeError, read_metrics
+from extproc.poll.poller import Poller
+from extproc.poll.scrape import PollMetrics
 from extproc.predict.step import PROFILES
 from extproc.replica_state import ReplicaState
 from extproc.share.assignment import known_pollers
 from extproc.share.connection import connect
+from extproc.share.drains import DrainStore
 from extproc.share.envelope import Skips
 from extproc.share.lists import Put
 from extproc.share.replicas import StateReader, StateWriter
@@ -447,14 +454,19 @@ async def test_replica_that_leaves_while_redis_hangs_is_removed_later(
             await router.until(lambda states: set(states) == {second.id})
 
 
-async def test_poller_counts_healthy_replicas_whose_engine_is_awake(
+async def test_poller_counts_healthy_replicas_that_neither_sleep_nor_drain(
     redis_server: RedisServer, replica: ScriptedReplica
 ) -> None:
-    async with serving() as sleeping:
+    async with serving() as sleeping, serving() as drained:
         sleeping.answers["/metrics"] = text(page(asleep=True))
-        settings = config(redis_server, replica, sleeping, ScriptedReplica())
-        async with watching(settings) as router:
-            await router.until(lambda states: len(states) == 3)
+        settings = config(redis_server, replica, sleeping, drained, ScriptedReplica())
+        async with (
+            connect(redis_server.url, "default") as redis,
+            watching(settings) as router,
+        ):
+            await DrainStore(redis, "default").write({drained.id: True})
+            await router.replica(drained, draining=True)
+            await router.until(lambda states: len(states) == 4)
             assert 'replicas_healthy{pool="default"} 1.0' in await metrics_of(settings)
 
 
@@ -483,6 +495,25 @@ async def test_poller_scrapes_on_without_redis_and_rewrites_all_states(
     assert 'extproc_poll_replicas_healthy{pool="default"} 1.0' in page_of_poller
     assert 'extproc_poll_scrapes_total{result="failed"}' in page_of_poller
     assert "extproc_poll_scrape_seconds_count" in page_of_poller
+
+
+async def test_first_scrapes_of_many_replicas_are_spread_over_the_interval(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hundreds at once would hold up the heartbeats of the poller."""
+    begun: dict[str, float] = {}
+
+    async def scrape(_: object, replica: str, __: bool) -> PageFigures:
+        begun.setdefault(replica, monotonic())
+        raise ScrapeError("down")
+
+    monkeypatch.setattr("extproc.poll.replica.scrape", scrape)
+    ids = [f"127.0.0.{number}:9" for number in range(1, 101)]
+    settings = Config.model_validate({"replicas": ids, "poll": {"interval_s": 0.5}})
+    poller = Poller(settings, Destination(), PollMetrics(CollectorRegistry()), Random(1))
+    async with started(poller.run()):
+        await until(lambda: len(begun) == len(ids))
+    assert max(begun.values()) - min(begun.values()) > 0.4
 
 
 async def test_every_configured_pool_is_polled(redis_server: RedisServer) -> None:

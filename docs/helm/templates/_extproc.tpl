@@ -3,7 +3,7 @@
 {{- /* Name of the Service of a source of replicas: its own, or the one made for its selector. */ -}}
 {{- define "extproc.service" -}}
 {{- with (last .).kubernetes -}}
-{{- .service | default (printf "%s-%s" (include "extproc.fullname" (first $)) (toJson .selector | sha256sum | trunc 8)) -}}
+{{- .service | default (printf "%s-%s" (include "extproc.fullname" (first $)) (pick . "selector" "port" | toJson | sha256sum | trunc 8)) -}}
 {{- end -}}
 {{- end }}
 
