@@ -23,7 +23,7 @@ from extproc.ground.version import described
 from extproc.observe.client import RouterUnavailableError, fetch_pages, follow
 
 _PAGES = {"fleet.json": "/fleet", "decisions.json": "/decisions", "metrics.txt": "/metrics"}
-_OF_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # user and password
+_SECRET = re.compile(r"(?<=://)\S+(?=@)|(?<=password=)[^&\s]+")  # logins and passwords in URLs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,4 +103,4 @@ def _public(value: Any) -> Any:
         }
     if isinstance(value, list):
         return [_public(each) for each in value]
-    return _OF_URL.sub("***", value) if isinstance(value, str) else value
+    return _SECRET.sub("***", value) if isinstance(value, str) else value
