@@ -59,29 +59,25 @@ def screen(routers: Sequence[RouterView], notes: Sequence[str], width: int) -> l
 
 def _routers(routers: Sequence[RouterView], shown: str) -> dict[str, Any]:
     """Table of the routers, as in a snapshot; ``shown``: the router whose fleet is shown below."""
-    answering = [{} if router.error else router.snapshot for router in routers]
-    figures = [dict(snapshot.get("figures", ())) for snapshot in answering]
+    rows = [_figures_of(router.snapshot) for router in routers]
     columns: list[dict[str, Any]] = [
         {"title": "Router", "unit": "name", "values": [router.name for router in routers]}
     ]
-    columns += [
-        {"title": title, "unit": "figure", "values": [each.get(name, "-") for each in figures]}
-        for title, name in _OF_ROUTERS.items()
-    ]
-    rates = [*map(_last_minute, answering)]
-    for title, (unit, _) in {title: cell for row in rates for title, cell in row.items()}.items():
-        values = [row.get(title, (unit, None))[1] for row in rates]
-        columns.append({"title": title, "unit": unit, "values": values})
-    note = f"Rates and counts of the last minute. Below: the fleet as {shown} knows it."
+    for title in dict.fromkeys(chain.from_iterable(rows)):
+        pairs = zip(routers, rows, strict=True)
+        values = ["-" if router.error else row.get(title, "-") for router, row in pairs]
+        columns.append({"title": title, "unit": "figure", "values": values})
+    note = f"Rates of the last minute. Below: the fleet as {shown} knows it."
     return {"columns": columns, "note": note}
 
 
-def _last_minute(snapshot: Snapshot) -> dict[str, tuple[str, float]]:
-    """Unit and value of each rate and count of the last minute, by the title of the column."""
-    return {
-        column["title"]: (column["unit"], column["values"][0])
+def _figures_of(snapshot: Snapshot) -> dict[str, str]:
+    """Requests in flight and in the queue, and rates of the last minute, by title of the column."""
+    figures = dict(snapshot.get("figures", ()))
+    return {title: figures[name] for title, name in _OF_ROUTERS.items() if name in figures} | {
+        column["title"]: column["values"][0]
         for column in snapshot.get("history", {}).get("columns", ())
-        if column["unit"] in ("ratio", "count")
+        if column["unit"] == "figure"
     }
 
 

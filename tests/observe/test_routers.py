@@ -202,6 +202,7 @@ async def test_top_has_a_line_for_each_router_and_the_warnings_of_all(
         )
     second.delays.redis_refusal = "OOM command not allowed"
     second.fleet.dispatch("10.0.0.1:8000", chat(100))
+    first.metrics.requests.add("routed", by=2)
     lines, errors = await asks("top")
     assert errors == []
     assert lines[0] == (
@@ -209,8 +210,11 @@ async def test_top_has_a_line_for_each_router_and_the_warnings_of_all(
         "router runs an older version"
     )
     header, *rows = lines[2:5]
-    assert header.split()[:3] == ["Router", "In", "flight"]
-    assert [row.split()[:3] for row in rows] == [[HERE, "0", "0"], [THERE, "1", "0"]]
+    assert header.split() == ["Router", "In", "flight", "Waiting", "Requests/s", "5xx/s", "429/s"]
+    assert [row.split() for row in rows] == [
+        [HERE, "0", "0", "2.00", "0", "0"],
+        [THERE, "1", "0", "0", "0", "0"],
+    ]
     assert f"the fleet as {HERE} knows it" in lines[5]
     warnings = [line for line in lines[1:] if line.startswith("!")]
     assert [warning.partition(": ")[0] for warning in warnings] == [
