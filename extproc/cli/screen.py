@@ -1,5 +1,6 @@
 """Screen of ``extproc top``: snapshots of routers as lines of text."""
 
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ _FIGURES = {  # format of cells by unit of the column (observe/dashboard/page_ta
 }
 _OF_ROUTERS = {"In flight": "requests in flight", "Waiting": "waiting at this router"}
 """Titles of columns in the table of routers → names of figures in the routers' snapshots."""
+_TIME = re.compile(r"\d\d:\d\d:\d\d")
 
 
 @dataclass(slots=True)
@@ -83,18 +85,18 @@ def _figures_of(snapshot: Snapshot) -> dict[str, str]:
 
 def _warnings(routers: Sequence[RouterView]) -> list[str]:
     """Merge the warnings of the routers that answer, the worst of each router first. A warning that
-    only some of these routers have begins with their names."""
+    only some of these routers have begins with their names. Routers see a fault at different times,
+    so warnings that differ in nothing but the time are one."""
     warned = {
-        router.name: router.snapshot.get("warnings", ())
+        router.name: {_TIME.sub("", text): text for text in router.snapshot.get("warnings", ())}
         for router in routers
         if router.snapshot and not router.error
     }
-    merged = dict.fromkeys(chain.from_iterable(zip_longest(*warned.values())))
     lines = list[str]()
-    for warning in filter(None, merged):
-        names = [name for name, warnings in warned.items() if warning in warnings]
-        every = len(names) == len(warned)
-        lines.append(warning if every else f"{', '.join(names)}: {warning}")
+    for cause in filter(None, dict.fromkeys(chain.from_iterable(zip_longest(*warned.values())))):
+        names = [name for name, texts in warned.items() if cause in texts]
+        text = warned[names[0]][cause]
+        lines.append(text if len(names) == len(warned) else f"{', '.join(names)}: {text}")
     return lines
 
 

@@ -200,6 +200,7 @@ async def test_top_has_a_line_for_each_router_and_the_warnings_of_all(
         services.fleet.put(
             state(2, "llama-8b-h100", ManualClock(1001.0), healthy=False, problem="it burns")
         )
+        services.exclusions.look(services.fleet, services.wall())  # a second later at one of them
     second.delays.redis_refusal = "OOM command not allowed"
     second.fleet.dispatch("10.0.0.1:8000", chat(100))
     first.metrics.requests.add("routed", by=2)
