@@ -16,6 +16,7 @@ from extproc.cli import main
 from extproc.config import AdminSettings, Config
 from extproc.fleet.digest import NOTHING, Digest, DigestKind
 from extproc.lab.harness.processes import free_port
+from extproc.observe.dashboard.routes import Live
 from extproc.proxy.app import build
 from extproc.proxy.services import Services
 from extproc.share import digests
@@ -238,8 +239,19 @@ async def test_top_shows_the_fleet_of_a_router_that_answers(
 
 @pytest.mark.usefixtures("asks")
 async def test_top_follows_routers_that_start_and_stop(
-    first: Services, second: Services, publish: Publish, redis_client: Redis
+    first: Services,
+    second: Services,
+    publish: Publish,
+    redis_client: Redis,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    followed, frames = list[Live](), Live.frames
+
+    def followed_frames(live: Live) -> AsyncIterator[bytes]:
+        followed.append(live)
+        return frames(live)
+
+    monkeypatch.setattr(Live, "frames", followed_frames)
     former, latter = (f"{gethostname()}:{port}" for port in (50061, 50062))
     async with serving(first) as here, serving(second) as there:
         await publish(former, here)
@@ -250,6 +262,7 @@ async def test_top_follows_routers_that_start_and_stop(
             farewell = Digest(f"{former}:default", 2, 1.0, DigestKind.FAREWELL, (), NOTHING)
             await send_digest(redis_client, Keys("default"), farewell)
             await top.shows("1 of 1 replicas in use", but_not=f"{latter} ")
+            assert len(followed) == 2  # one connection to each router
 
 
 async def test_token_goes_to_no_router_without_the_certificate(
