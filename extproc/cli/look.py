@@ -70,11 +70,20 @@ def run(args: argparse.Namespace) -> int:
 
 async def _explain(args: argparse.Namespace, config: Config) -> str:
     routers, notes = await routers_to_ask(args.router, config)
-    answers = await asyncio.gather(*(_decisions_of(router, args, config) for router in routers))
-    failures = (answer for answer in answers if isinstance(answer, str))
-    problems = [*map(printable, (*notes, *failures))]
-    merged = [record for answer in answers if isinstance(answer, list) for record in answer]
-    if all(isinstance(answer, str) for answer in answers):
+    merged, failures = list[dict[str, Any]](), dict[AskedRouter, str]()
+
+    async def ask(router: AskedRouter) -> None:
+        try:
+            asked = fetch_decisions(router.admin, args.request_id, args.last, config.admin)
+            own = {"router": router.name} if router.name else {}
+            merged.extend(record | own for record in await asked)
+        except RouterUnavailableError as error:
+            failures[router] = router.failed(error)
+
+    await asyncio.gather(*map(ask, routers))
+    failed = (failures[router] for router in routers if router in failures)
+    problems = [*map(printable, (*notes, *failed))]
+    if len(failures) == len(routers):
         raise RouterUnavailableError("\n".join(problems))
     for problem in problems:
         print(f"extproc explain: {problem}", file=sys.stderr)
@@ -86,21 +95,6 @@ async def _explain(args: argparse.Namespace, config: Config) -> str:
     if remark := other_format(merged):
         print(f"extproc explain: {remark}", file=sys.stderr)
     return text
-
-
-async def _decisions_of(
-    router: AskedRouter, args: argparse.Namespace, config: Config
-) -> list[dict[str, Any]] | str:
-    """Return the decisions of a router, or the reason why the router does not answer.
-
-    If Redis told the router's name, each record gets the name as the field ``router``.
-    """
-    try:
-        records = await fetch_decisions(router.admin, args.request_id, args.last, config.admin)
-    except RouterUnavailableError as error:
-        return router.failed(error)
-    own = {"router": router.name} if router.name else {}
-    return [record | own for record in records]
 
 
 def _text(shown: Sequence[dict[str, Any]], listed: bool) -> str:
