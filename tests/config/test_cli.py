@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -40,6 +41,16 @@ def test_help_imports_no_heavy_module() -> None:
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (1, "[]\n")
+
+
+def test_interrupt_during_the_imports_ends_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(name: str) -> NoReturn:
+        raise KeyboardInterrupt(name)
+
+    monkeypatch.setattr("extproc.cli.import_module", interrupted)
+    assert main(["explain"]) == 130
 
 
 @pytest.mark.parametrize(
