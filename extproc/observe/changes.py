@@ -22,6 +22,11 @@ _NEVER = -inf, -inf
 _OVER_S = 60.0  # time without a warning until its end is logged: a figure may vary around a limit
 
 
+def since_when(first: float, replicas: Collection[str]) -> str:
+    """Format the time since which the first of some replicas has a fault: ``since 12:03:04``."""
+    return f"{'the first ' if len(replicas) > 1 else ''}since {time_of_day(first)}"
+
+
 class Exclusions:
     """Excluded replicas of a pool, each since the ``look`` call that first found it excluded."""
 
@@ -54,11 +59,10 @@ class Exclusions:
                 logger.warning(f"replica {title} excluded: {reason}", extra=extra)
         return reasons
 
-    def since(self, replica: str) -> str:
-        """Time of day at which a replica was excluded; empty if unknown or not excluded."""
-        if replica not in self._excluded:
-            return ""
-        return time_of_day(self._excluded[replica][1])
+    def since(self, replicas: Collection[str]) -> str:
+        """Text that says since when the replicas are excluded; empty if unknown."""
+        times = [self._excluded[replica][1] for replica in replicas if replica in self._excluded]
+        return since_when(min(times), replicas) if times else ""
 
 
 class Onsets:

@@ -405,6 +405,21 @@ def test_excluded_replica_shows_since_when(services: Services, clock: ManualCloc
     assert cells(services, 2, "Health notes") == [""]
 
 
+def test_replicas_excluded_one_after_another_share_a_warning(
+    services: Services, clock: ManualClock
+) -> None:
+    first = time_of_day(services.wall())
+    for number in range(1, 8):
+        poll(services, number, healthy=False, problem="cannot connect")
+        services.exclusions.look(services.fleet, services.wall())
+        clock.advance(1.0)
+        poll(services, 8)
+    names = "r1, r2, r3 and 4 more"
+    assert only_warning(services) == (
+        f"{names} are excluded: cannot connect (the first since {first})."
+    )
+
+
 def test_slow_replica_and_wrong_profile_are_warned_of(
     services: Services, clock: ManualClock
 ) -> None:
