@@ -168,16 +168,14 @@ class Trace:
 
 def _compared(decision: Decision) -> Attributes:
     """Return the terms of the predictions for the chosen replica and the second choice."""
-    choice, view = decision.choice, decision.situation.view
-    second = {} if choice.second is None else {"second": choice.second}
-    return {
-        "extproc.candidates": len(view),
-        **{f"extproc.{which}": view.names[row] for which, row in second.items()},
-        **{
-            f"extproc.{which}.{term}_s": getattr(decision.prediction, term).item(row)
-            for which, row in ({"replica": choice.first} | second).items()
-            for term in TERMS
-        },
+    view, rows = decision.situation.view, {"replica": decision.choice.first}
+    shown: Attributes = {"extproc.candidates": len(view)}
+    if (second := decision.choice.second) is not None:
+        rows["second"], shown["extproc.second"] = second, view.names[second]
+    return shown | {
+        f"extproc.{which}.{term}_s": getattr(decision.prediction, term).item(row)
+        for which, row in rows.items()
+        for term in TERMS
     }
 
 
