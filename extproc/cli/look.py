@@ -126,7 +126,7 @@ class _Shown:
 
 async def _top(args: argparse.Namespace, config: Config) -> str:
     found, shown = await routers_to_ask(args.router, config), _Shown()
-    terminal, drawn = sys.stdout.isatty(), False
+    terminal = sys.stdout.isatty()
     once = args.once or not terminal
     async with started(_watch(found, shown, args, config)) as (watching,):
         watching.add_done_callback(lambda _: shown.changed.set())
@@ -134,7 +134,7 @@ async def _top(args: argparse.Namespace, config: Config) -> str:
             views = [*shown.views.values()]
             complete = all(view.snapshot or view.error for view in views)
             if not any(view.snapshot for view in views):
-                if views and complete and not drawn:
+                if views and complete:
                     problems = map(printable, (*shown.notes, *(view.error for view in views)))
                     raise RouterUnavailableError("\n".join(problems))
             elif complete or not once:
@@ -143,7 +143,6 @@ async def _top(args: argparse.Namespace, config: Config) -> str:
                 if once:
                     return "\n".join(lines)
                 draw(lines)
-                drawn = True
             await shown.changed.wait()
             shown.changed.clear()
     return watching.result()  # raises the error that ended it
