@@ -28,13 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--less", action="append", default=[], metavar="NAME|N", help=less)
     gpu = "move this replica to other hardware"
     add("--replica", type=_pair, action="append", default=[], metavar="NAME=PROFILE", help=gpu)
-    add(
-        "--traffic",
-        type=above_zero,
-        default=1.0,
-        metavar="X",
-        help="multiply the number of requests",
-    )
+    times = "multiply the number of requests"
+    add("--traffic", type=above_zero, default=1.0, metavar="X", help=times)
     hold = "on: requests wait at the router while replicas are full; off: no request waits"
     add("--hold", choices=("on", "off"), help=hold)
     add("--json", action="store_true", help="print all figures as JSON")
