@@ -149,6 +149,18 @@ def test_impossible_setting_exits_with_one_line(
     assert reason in line
 
 
+def test_check_reports_an_empty_file_however_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "extproc.yaml"
+    file.write_text("# nothing yet")
+    by_flag = main(["check", "--config", str(file)]), capsys.readouterr().out
+    monkeypatch.setenv("EXTPROC_CONFIG", str(file))
+    assert (main(["check"]), capsys.readouterr().out) == by_flag
+    assert by_flag[0] == 1
+    assert f"error    {file}: empty: every setting has its default" in by_flag[1]
+
+
 @pytest.mark.parametrize("content", [None, "[10.0.0.1]", "a: ["])
 def test_check_reports_unusable_replicas_file(
     content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
