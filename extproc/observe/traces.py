@@ -182,7 +182,10 @@ def _compared(decision: Decision) -> Attributes:
 def _address(replica: str | None) -> Attributes:
     if replica is None:
         return {}
-    host, port = split_address(replica)
+    try:
+        host, port = split_address(replica)
+    except ValueError:  # a socket, or the listener of a sidecar's tunnel
+        return {"server.address": replica}
     return {"server.address": host, "server.port": port}
 
 
