@@ -136,9 +136,5 @@ def _table(given: Mapping[str, Any], width: int) -> Iterator[str]:
     formats = [_FIGURES.get(column["unit"], str) for column in columns]
     cells = [[format(value) for format, value in zip(formats, row, strict=True)] for row in rows]
     shown = [Column(column["title"], column["unit"] in _TEXT, most=36) for column in columns]
-    for number in range(len(shown), 0, -1):
-        lines = table(shown[:number], [row[:number] for row in cells])
-        if number == 1 or max(map(len, lines)) <= width:
-            yield from ("", *lines)
-            break
+    yield from ("", *table(shown, cells, width))
     yield from paragraph(given.get("note", ""), 0, width=width)
