@@ -171,7 +171,7 @@ def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
         state = members.get(replica.id)
         if state is None or not state.draining:
             reasons[replica.why, _remedy(state) if state else ""][replica.id] = replica.name
-    if len(view) and not any(state.healthy for state in members):
+    if len(view) and not any(state.healthy and not state.asleep for state in members):
         hold, waits = pool.config.hold, pool.config.serve.steers_all
         longest_s = min(hold.empty_s, hold.longest_s) if waits else 0.0
         consequence = f"requests wait for at most {longest_s:g} s (hold.empty_s), then get 503"

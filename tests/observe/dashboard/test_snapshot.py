@@ -348,10 +348,13 @@ def test_replica_that_is_down_is_warned_of_with_the_reason(services: Services) -
     assert cells(services, 2, "Health", "Health notes") == ["unhealthy", "cannot connect"]
     assert page(services)["figures"]["replicas in use"] == "3 of 4"
     poll(services, 1, 3, 4, healthy=False, problem="cannot connect")
-    assert warnings(services) == [
-        "No replica is healthy: requests wait for at most 60 s (hold.empty_s), then get 503.",
-        "All 4 replicas are excluded: cannot connect.",
-    ]
+    waits = "requests wait for at most 60 s (hold.empty_s), then get 503"
+    nobody = f"No replica is healthy: {waits}."
+    assert warnings(services) == [nobody, "All 4 replicas are excluded: cannot connect."]
+    poll(services, asleep=True)
+    first, second = warnings(services)
+    assert first == nobody
+    assert second.startswith("All 4 replicas are excluded: its engine sleeps. Wake them up")
 
 
 def test_warning_names_replicas_in_order(services: Services) -> None:
