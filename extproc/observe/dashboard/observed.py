@@ -48,4 +48,4 @@ def steering(serve: ServeSettings) -> str:
     """Remark on the policy: which requests the router steers. Empty: all requests."""
     if serve.mode == "observe":
         return " (observes: Envoy chooses)"
-    return f" (for {serve.share:.0%} of the requests)" if serve.share < 1.0 else ""
+    return f" (for {100.0 * serve.share:.3g}% of the requests)" if serve.share < 1.0 else ""

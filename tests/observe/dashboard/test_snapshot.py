@@ -210,6 +210,7 @@ def test_observed_requests_are_compared_with_choices_of_envoy(services: Services
     [
         ({}, ""),
         ({"share": 0.05}, " (for 5% of the requests)"),
+        ({"share": 0.004}, " (for 0.4% of the requests)"),
         ({"mode": "observe", "share": 0.05}, " (observes: Envoy chooses)"),
     ],
 )
