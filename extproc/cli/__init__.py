@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
         return 141  # 128 + SIGPIPE, as shells count
+    except KeyboardInterrupt:
+        return 130  # 128 + SIGINT
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -64,8 +66,6 @@ def _run(argv: Sequence[str] | None) -> int:
         for problem in error.args:
             print(f"extproc {args.command}: {problem}", file=sys.stderr)
         return error.status
-    except KeyboardInterrupt:
-        return 130  # 128 + SIGINT, as shells count
 
 
 def command_line(whole: bool = False) -> Parser:

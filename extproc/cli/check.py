@@ -26,9 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     file = "check an Envoy bootstrap, fragment or patch (YAML, JSON)"
     add("--envoy", type=Path, metavar="FILE", help=file)
-    add(
-        "--live", action="store_true", help="check the running Redis, routers, pollers and replicas"
-    )
+    live = "check the running Redis, routers, pollers and replicas"
+    add("--live", action="store_true", help=live)
     admin = "as --live, and check the running Envoy that has this admin address"
     add("--envoy-admin", metavar="URL", help=admin)
     add("--json", action="store_true", help="print the findings as JSON")

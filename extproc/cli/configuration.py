@@ -12,7 +12,8 @@ from extproc.config import Config
 def add_file(parser: argparse.ArgumentParser) -> None:
     """Add ``--config``."""
     text = f"YAML file (or the variable {settings.ENV_FILE})"
-    parser.add_argument("--config", type=Path, metavar="FILE", help=text)
+    file = os.environ.get(settings.ENV_FILE) or None
+    parser.add_argument("--config", type=Path, default=file, metavar="FILE", help=text)
 
 
 def add_flags(parser: argparse.ArgumentParser, *shown: str) -> None:

@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from extproc.cli.arguments import CommandError, whole
@@ -69,11 +70,20 @@ def run(args: argparse.Namespace) -> int:
 
 async def _explain(args: argparse.Namespace, config: Config) -> str:
     routers, notes = await routers_to_ask(args.router, config)
-    answers = await asyncio.gather(*(_decisions_of(router, args, config) for router in routers))
-    failures = (answer for answer in answers if isinstance(answer, str))
-    problems = [*map(printable, (*notes, *failures))]
-    merged = [record for answer in answers if isinstance(answer, list) for record in answer]
-    if all(isinstance(answer, str) for answer in answers):
+    merged, failures = list[dict[str, Any]](), dict[AskedRouter, str]()
+
+    async def ask(router: AskedRouter) -> None:
+        try:
+            asked = fetch_decisions(router.admin, args.request_id, args.last, config.admin)
+            own = {"router": router.name} if router.name else {}
+            merged.extend(record | own for record in await asked)
+        except RouterUnavailableError as error:
+            failures[router] = router.failed(error)
+
+    await asyncio.gather(*map(ask, routers))
+    failed = (failures[router] for router in routers if router in failures)
+    problems = [*map(printable, (*notes, *failed))]
+    if len(failures) == len(routers):
         raise RouterUnavailableError("\n".join(problems))
     for problem in problems:
         print(f"extproc explain: {problem}", file=sys.stderr)
@@ -85,21 +95,6 @@ async def _explain(args: argparse.Namespace, config: Config) -> str:
     if remark := other_format(merged):
         print(f"extproc explain: {remark}", file=sys.stderr)
     return text
-
-
-async def _decisions_of(
-    router: AskedRouter, args: argparse.Namespace, config: Config
-) -> list[dict[str, Any]] | str:
-    """Return the decisions of a router, or the reason why the router does not answer.
-
-    If Redis told the router's name, each record gets the name as the field ``router``.
-    """
-    try:
-        records = await fetch_decisions(router.admin, args.request_id, args.last, config.admin)
-    except RouterUnavailableError as error:
-        return router.failed(error)
-    own = {"router": router.name} if router.name else {}
-    return [record | own for record in records]
 
 
 def _text(shown: Sequence[dict[str, Any]], listed: bool) -> str:
@@ -120,47 +115,59 @@ def _not_found(request: str, routers: Sequence[AskedRouter], access: AdminSettin
     )
 
 
+@dataclass(slots=True)
+class _Shown:
+    """Routers that ``top`` shows, and notes on missing ones; ``changed`` is set after a change."""
+
+    views: dict[AskedRouter, RouterView] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 async def _top(args: argparse.Namespace, config: Config) -> str:
-    found = await routers_to_ask(args.router, config)
-    terminal, changed = sys.stdout.isatty(), asyncio.Event()
+    found, shown = await routers_to_ask(args.router, config), _Shown()
+    terminal = sys.stdout.isatty()
     once = args.once or not terminal
-    views, drawn = dict[AskedRouter, RouterView](), False
-    while True:
-        routers, notes = found
-        new = {router: RouterView(router.name or router.admin) for router in routers}
-        views = {router: views.get(router, view) for router, view in new.items()}
-        shown = [*views.values()]
-        parts = (_follow(router, config.admin, view, changed) for router, view in views.items())
-        async with started(*parts), started(_other_routers(found, args, config)) as (looking,):
-            looking.add_done_callback(lambda _: changed.set())
-            while not looking.done():
-                await changed.wait()
-                changed.clear()
-                silent = not any(view.snapshot for view in shown)
-                if not drawn and silent and all(view.error for view in shown):
-                    problems = map(printable, (*notes, *(view.error for view in shown)))
+    async with started(_watch(found, shown, args, config)) as (watching,):
+        watching.add_done_callback(lambda _: shown.changed.set())
+        while not watching.done():
+            views = [*shown.views.values()]
+            complete = all(view.snapshot or view.error for view in views)
+            if not any(view.snapshot for view in views):
+                if views and complete:
+                    problems = map(printable, (*shown.notes, *(view.error for view in views)))
                     raise RouterUnavailableError("\n".join(problems))
-                enough = all if once else any
-                if not enough(view.snapshot or (once and view.error) for view in shown):
-                    continue
+            elif complete or not once:
                 width = shutil.get_terminal_size().columns if terminal else WIDTH
-                lines = screen(shown, notes, width)
+                lines = screen(views, shown.notes, width)
                 if once:
                     return "\n".join(lines)
                 draw(lines)
-                drawn = True
-        found = looking.result()
+            await shown.changed.wait()
+            shown.changed.clear()
+    return watching.result()  # raises the error that ended it
 
 
-async def _other_routers(
-    found: FoundRouters, args: argparse.Namespace, config: Config
-) -> FoundRouters:
-    """Wait until Redis names other routers than those of ``found``; return them."""
-    while True:
-        await asyncio.sleep(_LOOK_AGAIN_S)
-        latest = await routers_to_ask(args.router, config)
-        if latest != found and latest[0][0].name:  # else Redis named no router
-            return latest
+async def _watch(
+    found: FoundRouters, shown: _Shown, args: argparse.Namespace, config: Config
+) -> NoReturn:
+    """Follow the routers of ``found``, and later the routers that Redis names, until cancelled."""
+    followers = dict[AskedRouter, asyncio.Task[NoReturn]]()
+    async with asyncio.TaskGroup() as tasks:
+        while True:
+            routers, shown.notes = found
+            new = {router: RouterView(router.name or router.admin) for router in routers}
+            shown.views = {router: shown.views.get(router, view) for router, view in new.items()}
+            for router in followers.keys() - shown.views.keys():
+                followers.pop(router).cancel()
+            for router in shown.views.keys() - followers.keys():
+                follower = _follow(router, config.admin, shown.views[router], shown.changed)
+                followers[router] = tasks.create_task(follower)
+            shown.changed.set()
+            await asyncio.sleep(_LOOK_AGAIN_S)
+            latest = await routers_to_ask(args.router, config)
+            if latest[0][0].name:  # else Redis named no router
+                found = latest
 
 
 async def _follow(

@@ -121,7 +121,7 @@ class PoolReplica:
         """Health in one word, or the reason why the replica gets no requests."""
         if (state := self.state) is None:
             return "drained, not polled"
-        health = "" if state.healthy else state.problem or "not healthy"
+        health = "asleep" * state.asleep if state.healthy else state.problem or "not healthy"
         return ", ".join(filter(None, ("draining" * state.draining, health))) or "healthy"
 
     @property

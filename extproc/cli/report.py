@@ -23,7 +23,7 @@ from extproc.ground.version import described
 from extproc.observe.client import RouterUnavailableError, fetch_pages, follow
 
 _PAGES = {"fleet.json": "/fleet", "decisions.json": "/decisions", "metrics.txt": "/metrics"}
-_OF_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # user and password
+_SECRET = re.compile(r"(?<=://)\S+(?=@)|(?<=password=)[^&\s]+")  # logins and passwords in URLs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,25 +65,18 @@ async def _running(config: Config, router: str, envoy_admin: str | None) -> dict
     files = {"findings.txt": _lines(findings)}
     try:
         pages = await fetch_pages(router, list(_PAGES.values()), config.admin)
-    except (RouterUnavailableError, ValueError) as error:
-        return files | {"router.txt": _lines([error])}
-    files |= zip(_PAGES, pages, strict=True)
-    try:
+        files |= zip(_PAGES, pages, strict=True)
         async with aclosing(follow(router, config.admin)) as snapshots:
-            warnings = (await anext(snapshots)).get("warnings", ())
-    except RouterUnavailableError as error:
-        warnings = [error]
-    return files | {"warnings.txt": _lines(warnings)}
+            files["warnings.txt"] = _lines((await anext(snapshots)).get("warnings", ()))
+    except (RouterUnavailableError, ValueError) as error:
+        files["router.txt"] = _lines([error])
+    return files
 
 
 def _versions() -> bytes:
-    installed = {package.metadata["Name"]: package.version for package in distributions()}
-    lines = [
-        f"extproc {described()}",
-        f"Python {platform.python_version()}, {platform.platform()}",
-        *(f"{name} {installed[name]}" for name in sorted(installed, key=str.lower)),
-    ]
-    return _lines(lines)
+    system = f"Python {platform.python_version()}, {platform.platform()}"
+    packages = {f"{package.name} {package.version}" for package in distributions()}
+    return _lines([f"extproc {described()}", system, *sorted(packages, key=str.lower)])
 
 
 def _lines(lines: Iterable[object]) -> bytes:
@@ -103,4 +96,4 @@ def _public(value: Any) -> Any:
         }
     if isinstance(value, list):
         return [_public(each) for each in value]
-    return _OF_URL.sub("***", value) if isinstance(value, str) else value
+    return _SECRET.sub("***", value) if isinstance(value, str) else value

@@ -1,5 +1,6 @@
 """Screen of ``extproc top``: snapshots of routers as lines of text."""
 
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ _FIGURES = {  # format of cells by unit of the column (observe/dashboard/page_ta
 }
 _OF_ROUTERS = {"In flight": "requests in flight", "Waiting": "waiting at this router"}
 """Titles of columns in the table of routers → names of figures in the routers' snapshots."""
+_TIME = re.compile(r"\d\d:\d\d:\d\d")
 
 
 @dataclass(slots=True)
@@ -59,46 +61,42 @@ def screen(routers: Sequence[RouterView], notes: Sequence[str], width: int) -> l
 
 def _routers(routers: Sequence[RouterView], shown: str) -> dict[str, Any]:
     """Table of the routers, as in a snapshot; ``shown``: the router whose fleet is shown below."""
-    answering = [{} if router.error else router.snapshot for router in routers]
-    figures = [dict(snapshot.get("figures", ())) for snapshot in answering]
+    rows = [_figures_of(router.snapshot) for router in routers]
     columns: list[dict[str, Any]] = [
         {"title": "Router", "unit": "name", "values": [router.name for router in routers]}
     ]
-    columns += [
-        {"title": title, "unit": "figure", "values": [each.get(name, "-") for each in figures]}
-        for title, name in _OF_ROUTERS.items()
-    ]
-    rates = [*map(_last_minute, answering)]
-    for title, (unit, _) in {title: cell for row in rates for title, cell in row.items()}.items():
-        values = [row.get(title, (unit, None))[1] for row in rates]
-        columns.append({"title": title, "unit": unit, "values": values})
-    note = f"Rates and counts of the last minute. Below: the fleet as {shown} knows it."
+    for title in dict.fromkeys(chain.from_iterable(rows)):
+        pairs = zip(routers, rows, strict=True)
+        values = ["-" if router.error else row.get(title, "-") for router, row in pairs]
+        columns.append({"title": title, "unit": "figure", "values": values})
+    note = f"Rates of the last minute. Below: the fleet as {shown} knows it."
     return {"columns": columns, "note": note}
 
 
-def _last_minute(snapshot: Snapshot) -> dict[str, tuple[str, float]]:
-    """Unit and value of each rate and count of the last minute, by the title of the column."""
-    return {
-        column["title"]: (column["unit"], column["values"][0])
+def _figures_of(snapshot: Snapshot) -> dict[str, str]:
+    """Requests in flight and in the queue, and rates of the last minute, by title of the column."""
+    figures = dict(snapshot.get("figures", ()))
+    return {title: figures[name] for title, name in _OF_ROUTERS.items() if name in figures} | {
+        column["title"]: column["values"][0]
         for column in snapshot.get("history", {}).get("columns", ())
-        if column["unit"] in ("ratio", "count")
+        if column["unit"] == "figure"
     }
 
 
 def _warnings(routers: Sequence[RouterView]) -> list[str]:
     """Merge the warnings of the routers that answer, the worst of each router first. A warning that
-    only some of these routers have begins with their names."""
+    only some of these routers have begins with their names. Routers see a fault at different times,
+    so warnings that differ in nothing but the time are one."""
     warned = {
-        router.name: router.snapshot.get("warnings", ())
+        router.name: {_TIME.sub("", text): text for text in router.snapshot.get("warnings", ())}
         for router in routers
         if router.snapshot and not router.error
     }
-    merged = dict.fromkeys(chain.from_iterable(zip_longest(*warned.values())))
     lines = list[str]()
-    for warning in filter(None, merged):
-        names = [name for name, warnings in warned.items() if warning in warnings]
-        every = len(names) == len(warned)
-        lines.append(warning if every else f"{', '.join(names)}: {warning}")
+    for cause in filter(None, dict.fromkeys(chain.from_iterable(zip_longest(*warned.values())))):
+        names = [name for name, texts in warned.items() if cause in texts]
+        text = warned[names[0]][cause]
+        lines.append(text if len(names) == len(warned) else f"{', '.join(names)}: {text}")
     return lines
 
 
@@ -138,9 +136,5 @@ def _table(given: Mapping[str, Any], width: int) -> Iterator[str]:
     formats = [_FIGURES.get(column["unit"], str) for column in columns]
     cells = [[format(value) for format, value in zip(formats, row, strict=True)] for row in rows]
     shown = [Column(column["title"], column["unit"] in _TEXT, most=36) for column in columns]
-    for number in range(len(shown), 0, -1):
-        lines = table(shown[:number], [row[:number] for row in cells])
-        if number == 1 or max(map(len, lines)) <= width:
-            yield from ("", *lines)
-            break
+    yield from ("", *table(shown, cells, width))
     yield from paragraph(given.get("note", ""), 0, width=width)

@@ -16,28 +16,22 @@ from extproc.predict.step import PROFILES
 
 logger = logging.getLogger(__name__)
 
-_COUNT = whole(1)
+_COUNT, _WHOLE = whole(1), whole(0)
 _PORT = whole(0, 65535)
 _NUMBERS: dict[str, tuple[Callable[[str], float], str]] = {  # options: type, meaning
     "speed": (above_zero, "times as fast as the profile"),
     "kv-tokens": (_COUNT, "KV cache, in tokens (default: the profile's)"),
     "max-num-seqs": (_COUNT, "most sequences in a step (default: the profile's)"),
     "max-model-len": (_COUNT, "context length, in tokens"),
-    "max-num-queued-reqs": (whole(0), "requests that may run or wait; the rest get 503"),
-    "max-num-queued-tokens": (
-        whole(0),
-        "prompt tokens that may wait; further requests get 503",
-    ),
+    "max-num-queued-reqs": (_WHOLE, "requests that may run or wait; the rest get 503"),
+    "max-num-queued-tokens": (_WHOLE, "prompt tokens that may wait; further requests get 503"),
     "block-size": (_COUNT, "tokens in a KV block"),
     "output-median": (_COUNT, "median output length, in tokens"),
     "seed": (int, "seed of output lengths and drafts"),
     "draft-tokens": (_COUNT, "decode speculatively: tokens drafted for a sequence in each step"),
     "acceptance": (probability, "probability that a drafted token is accepted, 0 to 1"),
     "max-loras": (_COUNT, "most adapters in a batch"),
-    "cold-steps": (
-        whole(0),
-        "number of first steps that take twice as long, as if kernels compiled",
-    ),
+    "cold-steps": (_WHOLE, "number of first steps that take twice as long, as if kernels compiled"),
     "lora-load-seconds": (above_zero, "time to load an adapter"),
 }
 

@@ -28,13 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--less", action="append", default=[], metavar="NAME|N", help=less)
     gpu = "move this replica to other hardware"
     add("--replica", type=_pair, action="append", default=[], metavar="NAME=PROFILE", help=gpu)
-    add(
-        "--traffic",
-        type=above_zero,
-        default=1.0,
-        metavar="X",
-        help="multiply the number of requests",
-    )
+    times = "multiply the number of requests"
+    add("--traffic", type=above_zero, default=1.0, metavar="X", help=times)
     hold = "on: requests wait at the router while replicas are full; off: no request waits"
     add("--hold", choices=("on", "off"), help=hold)
     add("--json", action="store_true", help="print all figures as JSON")
@@ -52,21 +47,21 @@ def run(args: argparse.Namespace) -> int:
         comparison = None
         if change != Change() and not problem:
             comparison = what_if(scene, other, str(change), progress("what if"))
-        excluded = dict(recorded.excluded)
-        if args.json:
-            figures = replayed.to_json() | {"excluded": excluded, "unused_s": recorded.unused_s}
-            print(json.dumps(figures | (comparison.to_json() if comparison else {}), indent=2))
-        else:
-            print(replayed)
-            if recorded.unused_s:
-                first = f"the first {recorded.unused_s / 60:.1f} min of the record"
-                print(f"not used: {first}, because {recorded.unused_why}")
-            for why, count in excluded.items():
-                print(f"excluded: {count} requests, {why}")
-            if comparison:
-                print(f"\n{comparison}")
     except (OSError, ValueError) as error:
         raise UsageError(error) from None
+    excluded = dict(recorded.excluded)
+    if args.json:
+        figures = replayed.to_json() | {"excluded": excluded, "unused_s": recorded.unused_s}
+        print(json.dumps(figures | (comparison.to_json() if comparison else {}), indent=2))
+    else:
+        print(replayed)
+        if recorded.unused_s:
+            first = f"the first {recorded.unused_s / 60:.1f} min of the record"
+            print(f"not used: {first}, because {recorded.unused_why}")
+        for why, count in excluded.items():
+            print(f"excluded: {count} requests, {why}")
+        if comparison:
+            print(f"\n{comparison}")
     if problem:
         raise CommandError(problem)
     return 0

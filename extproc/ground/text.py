@@ -5,6 +5,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TypeVar
 
 WIDTH = 120  # columns of the terminal
@@ -31,15 +32,18 @@ def table_of(cells: Cells[T], items: Iterable[T]) -> list[str]:
     return table([column for column, _ in cells], rows)
 
 
-def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the lines of a table: a header, and a line for each row."""
+def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], most: float = inf) -> list[str]:
+    """Returns the lines of a table: a header, and a line for each row. Leaves out the last columns
+    where a line would have over ``most`` characters."""
     cells = [[_fit(*pair) for pair in zip(row, columns, strict=True)] for row in rows]
     headers = [column.header for column in columns]
     widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
+    while len(widths) > 1 and sum(widths) + len(_GAP) * (len(widths) - 1) > most:
+        widths.pop()
     return [
         _GAP.join(
             cell.ljust(width) if column.left else cell.rjust(width)
-            for cell, width, column in zip(line, widths, columns, strict=True)
+            for cell, width, column in zip(line, widths, columns, strict=False)
         ).rstrip()
         for line in (headers, *cells)
     ]

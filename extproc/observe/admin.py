@@ -112,7 +112,7 @@ def read_token(path: Path) -> str:
     Raises:
         ValueError: the file cannot be read, or does not hold one line of printable ASCII.
     """
-    token = read_file("admin.token_file", path).decode().strip()
+    token = read_file("admin.token_file", path).decode(errors="replace").strip()
     if not token or not token.isascii() or not token.isprintable():
         raise ValueError(f"admin.token_file: {path} must hold a token: one line of ASCII")
     return token

@@ -22,6 +22,11 @@ _NEVER = -inf, -inf
 _OVER_S = 60.0  # time without a warning until its end is logged: a figure may vary around a limit
 
 
+def since_when(first: float, replicas: Collection[str]) -> str:
+    """Format the time since which the first of some replicas has a fault: ``since 12:03:04``."""
+    return f"{'the first ' if len(replicas) > 1 else ''}since {time_of_day(first)}"
+
+
 class Exclusions:
     """Excluded replicas of a pool, each since the ``look`` call that first found it excluded."""
 
@@ -54,11 +59,10 @@ class Exclusions:
                 logger.warning(f"replica {title} excluded: {reason}", extra=extra)
         return reasons
 
-    def since(self, replica: str) -> str:
-        """Time of day at which a replica was excluded; empty if unknown or not excluded."""
-        if replica not in self._excluded:
-            return ""
-        return time_of_day(self._excluded[replica][1])
+    def since(self, replicas: Collection[str]) -> str:
+        """Text that says since when the replicas are excluded; empty if unknown."""
+        times = [self._excluded[replica][1] for replica in replicas if replica in self._excluded]
+        return since_when(min(times), replicas) if times else ""
 
 
 class Onsets:
@@ -96,8 +100,8 @@ class Presence:
         self.kind = kind
         self._pool = pool
         self._alive: frozenset[str] | None = None  # None: not known yet
-        self._gone: dict[str, float] = {}  # time of leaving, in seconds since the epoch
-        self._silent = frozenset[str]()  # processes in ``_gone`` that did not announce their stop
+        # Time of leaving, in seconds since the epoch; True: the process did not announce its stop.
+        self._gone: dict[str, tuple[float, bool]] = {}
         self._farewells = frozenset[str]()  # ``stopped`` of the last look
 
     def look(self, alive: Collection[str], now: float, stopped: Collection[str]) -> None:
@@ -109,20 +113,19 @@ class Presence:
             stopped: names of processes that announced their stop recently; a process that starts
                 again has a new name.
         """
-        before, self._alive = self._alive, frozenset(alive)
-        left = frozenset() if before is None else before - self._alive
-        if before is not None and before != self._alive:
-            joined = sorted(self._alive - before)
-            names = {"joined": ", ".join(joined), "left": ", ".join(sorted(left))}
+        now_alive = frozenset(alive)
+        before = now_alive if self._alive is None else self._alive
+        joined, left, self._alive = now_alive - before, before - now_alive, now_alive
+        if joined or left:
+            names = {"joined": ", ".join(sorted(joined)), "left": ", ".join(sorted(left))}
             logger.info(f"{self.kind} joined or left the pool", extra={"pool": self._pool} | names)
-        self._gone = {
-            name: since
-            for name, since in (self._gone | dict.fromkeys(left, now)).items()
-            if name not in self._alive and now - since < _GONE_S
-        }
         said_farewell = {process_address(name) for name in stopped if name not in self._farewells}
         self._farewells = frozenset(stopped)
-        self._silent = ((self._silent | left) - said_farewell) & self._gone.keys()
+        self._gone = {
+            name: (since, silent and name not in said_farewell)
+            for name, (since, silent) in (self._gone | dict.fromkeys(left, (now, True))).items()
+            if name not in now_alive and now - since < _GONE_S
+        }
 
     @property
     def gone(self) -> str:
@@ -132,10 +135,10 @@ class Presence:
     @property
     def lost(self) -> list[str]:
         """Processes of :attr:`gone` that did not announce their stop, each with the time of day."""
-        return [self._since(name) for name in self._gone if name in self._silent]
+        return [self._since(name) for name, (_, silent) in self._gone.items() if silent]
 
     def _since(self, name: str) -> str:
-        return f"{name} (since {time_of_day(self._gone[name])})"
+        return f"{name} (since {time_of_day(self._gone[name][0])})"
 
 
 @dataclass(eq=False)

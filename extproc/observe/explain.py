@@ -211,7 +211,10 @@ def _happened(record: DecisionRecord) -> str:
     outcome = record.outcome
     parts = _waited(outcome)
     if outcome.served_by is None:
-        return ", ".join([*parts, "no response yet, or the router did not see it"])
+        answer = f"answered with status {outcome.status}, by no known replica"
+        if outcome.status is None:
+            answer = "no response yet, or the router did not see it"
+        return ", ".join([*parts, answer])
     parts.append(f"served by {_named(record, outcome.served_by)} with status {outcome.status}")
     # A request that is only observed has predictions for both choices.
     there = record.candidate(outcome.served_by) if record.observed else None

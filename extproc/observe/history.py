@@ -18,7 +18,7 @@ _FADES_S = 30.0  # time in which the weight of a value in an average falls by a 
 _GAP_S = 2.0  # longer gaps between two values count as this long: the process stood still
 _ENDED_IN = {"unanswered", "lost"}  # results of requests that were counted as routed before
 _TOO_MANY = {"saturated", "too_late", "waited_too_long", "too_many_waiting"}  # answered with 429
-_NONE_READY = "service_unavailable_error"  # answered with 503
+_UNAVAILABLE = {"service_unavailable_error", "no_memory"}  # answered with 503
 
 
 class History:
@@ -47,9 +47,9 @@ class History:
         """Return a row of figures for each period of :data:`SPANS_S` until now. A period may be up
         to ten seconds shorter, and begins at the start of the router at the earliest.
 
-        A row has requests, answers with 5xx (the router's 503 included) and refusals with 429, each
-        per second. Then come the :data:`QUANTILES` of TTFT, time per token and completion in
-        seconds; NaN: no such time is known.
+        A row has requests, answers with 5xx (including the router's 503, and requests lost on hung
+        replicas) and refusals with 429, each per second. Then come the :data:`QUANTILES` of TTFT,
+        time per token and completion in seconds; NaN: no such time is known.
         """
         now, totals = self._clock(), self._now()
         return [self._row(span, now, totals) for span in SPANS_S]
@@ -70,7 +70,9 @@ class History:
         metrics = self._metrics
         counts = (
             sum(count for (name,), count in metrics.requests.items() if name not in _ENDED_IN),
-            _sum(metrics.responses, {"5xx"}) + _sum(metrics.refused, {_NONE_READY}),
+            _sum(metrics.responses, {"5xx"})
+            + _sum(metrics.refused, _UNAVAILABLE)
+            + _sum(metrics.requests, {"lost"}),
             _sum(metrics.refused, _TOO_MANY),
         )
         return tuple(map(np.array, (counts, *(seconds.totals() for seconds in self._times))))

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
 from heapq import nlargest
-from math import exp
+from math import exp, inf
 from typing import Any
 
 from prometheus_client import (
@@ -81,10 +81,10 @@ class PredictedSeconds:
 
     def observe(self, actual: float, predicted: float | None, model: str, objective: str) -> None:
         """Count a duration in seconds. ``predicted``: None if a replica other than the chosen one
-        served the request."""
+        served the request. An infinite prediction is not compared: the sum would stay infinite."""
         seconds, ratio = self._children.get((model, objective)) or self._enter(model, objective)
         seconds.observe(actual)
-        if predicted is not None and actual > 0.0:
+        if predicted is not None and predicted < inf and actual > 0.0:
             ratio.observe(predicted / actual)
 
     def _enter(self, *labels: str) -> tuple[Histogram, Histogram]:

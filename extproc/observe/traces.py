@@ -168,23 +168,24 @@ class Trace:
 
 def _compared(decision: Decision) -> Attributes:
     """Return the terms of the predictions for the chosen replica and the second choice."""
-    choice, view = decision.choice, decision.situation.view
-    second = {} if choice.second is None else {"second": choice.second}
-    return {
-        "extproc.candidates": len(view),
-        **{f"extproc.{which}": view.names[row] for which, row in second.items()},
-        **{
-            f"extproc.{which}.{term}_s": getattr(decision.prediction, term).item(row)
-            for which, row in ({"replica": choice.first} | second).items()
-            for term in TERMS
-        },
+    view, rows = decision.situation.view, {"replica": decision.choice.first}
+    shown: Attributes = {"extproc.candidates": len(view)}
+    if (second := decision.choice.second) is not None:
+        rows["second"], shown["extproc.second"] = second, view.names[second]
+    return shown | {
+        f"extproc.{which}.{term}_s": getattr(decision.prediction, term).item(row)
+        for which, row in rows.items()
+        for term in TERMS
     }
 
 
 def _address(replica: str | None) -> Attributes:
     if replica is None:
         return {}
-    host, port = split_address(replica)
+    try:
+        host, port = split_address(replica)
+    except ValueError:  # a socket, or the listener of a sidecar's tunnel
+        return {"server.address": replica}
     return {"server.address": host, "server.port": port}
 
 

@@ -273,7 +273,7 @@ class InFlight:
                 tpot = forecast.decode_time_per_token * forecast.stretch
                 metrics.tpot.observe((seconds - ttft) / later, tpot if as_chosen else None, *by)
         if as_chosen:
-            if seconds > 0:
+            if seconds > 0 and isfinite(predicted):
                 metrics.prediction_error.observe(abs(predicted - seconds) / seconds)
             services.router.error_quantiles.completion.observe(predicted, seconds)
             reported = cached if forecast.predicts_hits else None

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -40,6 +41,16 @@ def test_help_imports_no_heavy_module() -> None:
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (1, "[]\n")
+
+
+def test_interrupt_during_the_imports_ends_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(name: str) -> NoReturn:
+        raise KeyboardInterrupt(name)
+
+    monkeypatch.setattr("extproc.cli.import_module", interrupted)
+    assert main(["explain"]) == 130
 
 
 @pytest.mark.parametrize(
@@ -136,6 +147,18 @@ def test_impossible_setting_exits_with_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"extproc {argv.split()[0]}: ")
     assert reason in line
+
+
+def test_check_reports_an_empty_file_however_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "extproc.yaml"
+    file.write_text("# nothing yet")
+    by_flag = main(["check", "--config", str(file)]), capsys.readouterr().out
+    monkeypatch.setenv("EXTPROC_CONFIG", str(file))
+    assert (main(["check"]), capsys.readouterr().out) == by_flag
+    assert by_flag[0] == 1
+    assert f"error    {file}: empty: every setting has its default" in by_flag[1]
 
 
 @pytest.mark.parametrize("content", [None, "[10.0.0.1]", "a: ["])

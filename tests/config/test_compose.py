@@ -32,9 +32,18 @@ def test_compose_environment_is_valid(name: str, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(key, value)
     assert main(["check"]) == 0
     replicas = load({}, os.environ).replicas
-    assert ("fast:8000", "llama-8b-h100") in [
-        (replica.where, replica.profile) for replica in replicas
+    assert [(replica.where, replica.profile) for replica in replicas] == [
+        ("first:8000", "llama-8b-h100"),
+        ("second:8000", "llama-8b-a10"),
     ]
+
+
+@pytest.mark.parametrize("replicas", [("fast", "slow"), ("vllm-0", "vllm-1")])
+def test_names_of_replicas_resolve_whichever_replicas_run(replicas: tuple[str, ...]) -> None:
+    """A name without an address would be a warning on the page, and an alert."""
+    names = re.findall(r'dns: "(\w+):', service("poller")["environment"]["EXTPROC_REPLICAS"])
+    aliases = [service(name)["networks"]["default"]["aliases"] for name in replicas]
+    assert {*names} <= {alias for each in aliases for alias in each}
 
 
 @pytest.mark.parametrize("name", ["fast", "slow"])

@@ -76,8 +76,9 @@ async def test_changed_token_replaces_the_old_one(file: Path, logged: Logged) ->
         assert "must hold a token" in str(line["error"])
 
 
-async def test_empty_token_file_stops_the_start(file: Path) -> None:
-    write(file, " \n")
+@pytest.mark.parametrize("content", [" \n", "\xff\n"])
+async def test_unusable_token_file_stops_the_start(file: Path, content: str) -> None:
+    write(file, content, encoding="latin-1")
     with pytest.raises(ValueError, match=r"admin\.token_file: .*must hold a token"):
         await serving(AdminSettings(token_file=file)).__aenter__()
 

@@ -42,7 +42,7 @@ def test_replica_is_excluded_since_its_first_reason(clock: ManualClock, logged: 
     for figures in ({"unanswered_s": 2.0}, {"healthy": False}):
         fleet.put(state(1, A10, clock, **figures))
         exclusions.look(fleet, clock())
-        assert exclusions.since(replica(1)) == since
+        assert exclusions.since([replica(1)]) == f"since {since}"
         clock.advance(2.0)
     fleet.put(state(1, A10, clock))
     exclusions.look(fleet, clock())

@@ -200,6 +200,12 @@ REASON = "waited 3.200 s at the router: r1 would have needed 98% of its KV cache
         ),
         (
             "",
+            {"status": 503},
+            "[answered with status 503]",
+            "happened answered with status 503, by no known replica",
+        ),
+        (
+            "",
             WAITED | {"served_by": replica(1), "status": 200},
             f"[{REASON}]",
             f"happened {REASON}, served by r1 (10.0.0.1:8000) with status 200",

@@ -38,11 +38,13 @@ def test_young_router_shows_its_life() -> None:
     history = History(metrics, clock)
     metrics.requests.add("routed", by=20)
     metrics.requests.add("unanswered", by=5)
+    metrics.requests.add("lost")
     metrics.responses.add("5xx", by=2)
     metrics.refused.add("service_unavailable_error")
+    metrics.refused.add("no_memory")
     clock.advance(10.0)
     for requests, failed, *_ in history.rows():
-        assert (requests, failed) == (2.0, 0.3)
+        assert (requests, failed) == (2.0, 0.5)
 
 
 def test_rows_after_a_pause_cover_the_time_since_the_last_totals() -> None:

@@ -14,7 +14,7 @@ from tests.observe.conftest import Run, decide
 from tests.proxy.conftest import router_of
 
 SECRETS = "hunter2", "swordfish"
-REDIS = f"redis://router:{SECRETS[0]}@127.0.0.1:1/0"
+REDIS = "redis://{}@127.0.0.1:1/0"
 
 
 @pytest.fixture
@@ -24,8 +24,10 @@ def services() -> Services:
 
 @pytest.fixture
 def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("EXTPROC_REDIS__URL", REDIS)
+    monkeypatch.setenv("EXTPROC_REDIS__URL", REDIS.format(SECRETS[0]))
     monkeypatch.setenv("EXTPROC_REDIS__SENTINEL_PASSWORD", SECRETS[1])
+    (tmp_path / "uninstalled_in_part-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
     return tmp_path / "report.tar.gz"
 
 
@@ -35,16 +37,29 @@ def unpacked(bundle: Path) -> dict[str, str]:
         return {Path(name).name: file.read().decode() for name, file in files if file}
 
 
+@pytest.mark.parametrize(
+    ("url", "secret"),
+    [
+        (REDIS, "router:hunter2"),
+        (REDIS, "router:an@hunter2"),
+        ("redis://127.0.0.1:1/0?password={}&protocol=3", "hunter2"),
+    ],
+)
 async def test_report_has_what_runs_and_no_password(
-    services: Services, router: str, run: Run, bundle: Path
+    services: Services,
+    router: str,
+    run: Run,
+    bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    url: str,
+    secret: str,
 ) -> None:
+    monkeypatch.setenv("EXTPROC_REDIS__URL", url.format(secret))
     decided = decide(services)
     await run("report", "--router", router, "--output", str(bundle))
     files = unpacked(bundle)
-    assert "extproc " in files["versions.txt"]
-    assert (
-        yaml.safe_load(files["configuration.yaml"])["redis"]["url"] == "redis://***@127.0.0.1:1/0"
-    )
+    assert "\npytest " in files["versions.txt"]
+    assert yaml.safe_load(files["configuration.yaml"])["redis"]["url"] == url.format("***")
     assert len(json.loads(files["fleet.json"])["replicas"]) == len(services.fleet.members)
     [record] = json.loads(files["decisions.json"])
     assert record["number"] == decided.number

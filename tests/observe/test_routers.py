@@ -16,6 +16,7 @@ from extproc.cli import main
 from extproc.config import AdminSettings, Config
 from extproc.fleet.digest import NOTHING, Digest, DigestKind
 from extproc.lab.harness.processes import free_port
+from extproc.observe.dashboard.routes import Live
 from extproc.proxy.app import build
 from extproc.proxy.services import Services
 from extproc.share import digests
@@ -200,8 +201,10 @@ async def test_top_has_a_line_for_each_router_and_the_warnings_of_all(
         services.fleet.put(
             state(2, "llama-8b-h100", ManualClock(1001.0), healthy=False, problem="it burns")
         )
+        services.exclusions.look(services.fleet, services.wall())  # a second later at one of them
     second.delays.redis_refusal = "OOM command not allowed"
     second.fleet.dispatch("10.0.0.1:8000", chat(100))
+    first.metrics.requests.add("routed", by=2)
     lines, errors = await asks("top")
     assert errors == []
     assert lines[0] == (
@@ -209,8 +212,11 @@ async def test_top_has_a_line_for_each_router_and_the_warnings_of_all(
         "router runs an older version"
     )
     header, *rows = lines[2:5]
-    assert header.split()[:3] == ["Router", "In", "flight"]
-    assert [row.split()[:3] for row in rows] == [[HERE, "0", "0"], [THERE, "1", "0"]]
+    assert header.split() == ["Router", "In", "flight", "Waiting", "Requests/s", "5xx/s", "429/s"]
+    assert [row.split() for row in rows] == [
+        [HERE, "0", "0", "2.00", "0", "0"],
+        [THERE, "1", "0", "0", "0", "0"],
+    ]
     assert f"the fleet as {HERE} knows it" in lines[5]
     warnings = [line for line in lines[1:] if line.startswith("!")]
     assert [warning.partition(": ")[0] for warning in warnings] == [
@@ -233,8 +239,19 @@ async def test_top_shows_the_fleet_of_a_router_that_answers(
 
 @pytest.mark.usefixtures("asks")
 async def test_top_follows_routers_that_start_and_stop(
-    first: Services, second: Services, publish: Publish, redis_client: Redis
+    first: Services,
+    second: Services,
+    publish: Publish,
+    redis_client: Redis,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    followed, frames = list[Live](), Live.frames
+
+    def followed_frames(live: Live) -> AsyncIterator[bytes]:
+        followed.append(live)
+        return frames(live)
+
+    monkeypatch.setattr(Live, "frames", followed_frames)
     former, latter = (f"{gethostname()}:{port}" for port in (50061, 50062))
     async with serving(first) as here, serving(second) as there:
         await publish(former, here)
@@ -245,6 +262,7 @@ async def test_top_follows_routers_that_start_and_stop(
             farewell = Digest(f"{former}:default", 2, 1.0, DigestKind.FAREWELL, (), NOTHING)
             await send_digest(redis_client, Keys("default"), farewell)
             await top.shows("1 of 1 replicas in use", but_not=f"{latter} ")
+            assert len(followed) == 2  # one connection to each router
 
 
 async def test_token_goes_to_no_router_without_the_certificate(

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -90,6 +91,25 @@ async def test_streamed_response_fills_time_and_prediction_metrics(
     assert (result.replica, result.actual_s, result.ttft_s) == (first, 2.5, 0.5)
     assert result.cached == 32
     assert result.predicted_s == decision.predicted_completion
+
+
+async def test_infinite_prediction_leaves_sums_of_metrics_finite(
+    stream: Stream, services: Services, clock: ManualClock, registry: CollectorRegistry
+) -> None:
+    """The owner of a stored response may be too small for the prompt by the router's estimate."""
+    put_replicas(services, 2, max_model_len=8)
+    services.fleet.responses.record("resp_1", replica(2))
+    body = {"model": MODEL, "input": "word " * 100, "previous_response_id": "resp_1"}
+    owner, _ = destination(await stream.ask(body, "/v1/responses"))
+    await stream.response_headers(upstream=owner)
+    clock.advance(1.0)
+    await stream.response_body({})
+    await stream.end()
+    (result,) = services.results
+    assert (result.replica, result.predicted_s) == (replica(2), inf)
+    assert value(registry, "completion_seconds_sum") == 1.0
+    assert value(registry, "completion_predicted_ratio_sum") == 0.0
+    assert value(registry, "prediction_error_ratio_sum", {}) == 0.0
 
 
 async def test_retry_on_other_replica_measures_no_prediction(

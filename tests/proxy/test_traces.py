@@ -65,6 +65,16 @@ async def test_request_has_two_spans(envoy: EnvoySide, services: Services, spans
     assert spans.all[0][0] == "extproc"
 
 
+@pytest.mark.parametrize("address", ["/run/vllm.sock", "envoy://sidecar/10.0.0.9:8000"])
+async def test_span_names_a_server_without_a_port(
+    envoy: EnvoySide, services: Services, spans: Spans, address: str
+) -> None:
+    async with envoy.stream(traceparent=SAMPLED) as stream:
+        await stream.body_first(CHAT)
+        await stream.answer(upstream=address, attempts=1)
+    assert attributes((await exported(services, spans))["chat llama"])["server.address"] == address
+
+
 @pytest.mark.parametrize("traceparent", ["", "nonsense"])
 async def test_missing_traceparent_starts_own_trace(
     envoy: EnvoySide, services: Services, spans: Spans, traceparent: str

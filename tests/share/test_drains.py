@@ -137,6 +137,17 @@ async def test_drain_warns_about_last_replica_of_model(redis_server: RedisServer
         assert "no other replica can serve its models" in await run("drain", a.id)
 
 
+async def test_sleeping_replica_is_shown_and_replaces_no_other(
+    redis_server: RedisServer, run: Run
+) -> None:
+    async with serving() as a, serving() as b, watched(redis_server, a, b) as seen:
+        await seen.replica(a, lambda state: state.models == ("tiny", "adapter"))
+        b.answers["/metrics"] = text(page(asleep=True))
+        await seen.replica(b, lambda state: state.asleep)
+        assert (await listed(run))[b.id]["state"] == "asleep"
+        assert "no other replica can serve its models" in await run("drain", a.id)
+
+
 async def test_drain_wait_names_why_it_cannot_end(redis_server: RedisServer, run: Run) -> None:
     dead = ScriptedReplica()
     async with serving() as a, serving() as b, connect(redis_server.url, "default") as redis:

@@ -80,9 +80,7 @@ class Journal:
         return entry
 
     def _entry(self, request_id: str) -> Entry:
-        entry = self.entries.get(request_id)
-        if entry is None:
-            entry = self.entries[request_id] = Entry(request_id)
-            if len(self.entries) > _MOST_ENTRIES:
-                del self.entries[next(iter(self.entries))]
+        entry = self.entries.setdefault(request_id, Entry(request_id))
+        if len(self.entries) > _MOST_ENTRIES:
+            del self.entries[next(iter(self.entries))]
         return entry

@@ -1,5 +1,6 @@
 """Observed requests on the dashboard: the router's choices beside Envoy's."""
 
+from math import inf
 from statistics import fmean
 
 from extproc.config import ServeSettings
@@ -29,7 +30,8 @@ def observed_requests(log: DecisionLog) -> tuple[Words, Words]:
         by_envoy = decision.on(outcome.served_by)
         if by_envoy is not None and outcome.completion_s is not None:
             predicted = decision.predicted_completion, by_envoy.predicted_completion
-            times.append((*predicted, outcome.completion_s))
+            if max(predicted) < inf:
+                times.append((*predicted, outcome.completion_s))
     figures, facts = Words(), Words()
     if answered:
         text = f"{elsewhere:,} of {answered:,}"
@@ -48,4 +50,4 @@ def steering(serve: ServeSettings) -> str:
     """Remark on the policy: which requests the router steers. Empty: all requests."""
     if serve.mode == "observe":
         return " (observes: Envoy chooses)"
-    return f" (for {serve.share:.0%} of the requests)" if serve.share < 1.0 else ""
+    return f" (for {100.0 * serve.share:.3g}% of the requests)" if serve.share < 1.0 else ""

@@ -102,10 +102,11 @@ def _health(reason: str, state: ReplicaState) -> str:
 
 def _problem(pool: ObservedPool, replica: str, reason: str) -> str:
     """Say why a replica is excluded or its gauges are ignored, and since when."""
-    if reason and (excluded := pool.exclusions.since(replica)):
-        return f"since {excluded}" if reason == "draining" else f"{reason} (since {excluded})"
+    excluded = pool.exclusions.since([replica])
+    if reason == "draining":
+        return excluded
     if reason:
-        return "" if reason == "draining" else reason
+        return f"{reason} ({excluded})" if excluded else reason
     if pool.fleet.eligibility.conditions[replica].frozen:
         return f"gauges ignored: they do not move ({since(pool, FROZEN, [replica])})"
     return ""

@@ -11,9 +11,8 @@ from statistics import median_high
 
 import numpy as np
 
-from extproc.ground.clock import time_of_day
 from extproc.ground.text import natural
-from extproc.observe.changes import Presence
+from extproc.observe.changes import Presence, since_when
 from extproc.observe.decision import NotFollowed
 from extproc.observe.decision_log import ObservedPool, PredictionResult
 from extproc.predict.inputs import FleetView
@@ -167,14 +166,12 @@ def _external(pool: ObservedPool) -> Iterator[str]:
 
 
 def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
-    members, reasons = pool.fleet.members, defaultdict[tuple[str, str], list[str]](list)
+    members, reasons = pool.fleet.members, defaultdict[tuple[str, str], dict[str, str]](dict)
     for replica in view.excluded:
         state = members.get(replica.id)
         if state is None or not state.draining:
-            since = pool.exclusions.since(replica.id)
-            why = f"{replica.why} (since {since})" if since else replica.why
-            reasons[why, _remedy(state) if state else ""].append(replica.name)
-    if len(view) and not any(state.healthy for state in members):
+            reasons[replica.why, _remedy(state) if state else ""][replica.id] = replica.name
+    if len(view) and not any(state.healthy and not state.asleep for state in members):
         hold, waits = pool.config.hold, pool.config.serve.steers_all
         longest_s = min(hold.empty_s, hold.longest_s) if waits else 0.0
         consequence = f"requests wait for at most {longest_s:g} s (hold.empty_s), then get 503"
@@ -183,11 +180,13 @@ def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
         yield Costly(f"No replica is healthy: {consequence}.")
     by_size = sorted(reasons.items(), key=lambda reason: -len(reason[1]))
     for (why, remedy), names in by_size[:_MOST_REASONS]:
-        subject = _listed(sorted(names, key=natural))
+        subject = _listed(sorted(names.values(), key=natural))
         if 1 < len(names) == len(view):
             subject = f"All {len(names)} replicas are"
-        it, its = ("them", "their") if names[1:] else ("it", "its")
-        yield f"{subject} excluded: {why}.{remedy.format(it=it, its=its)}"
+        excluded = pool.exclusions.since(names)
+        when = f" ({excluded})" if excluded else ""
+        it, its = ("them", "their") if len(names) > 1 else ("it", "its")
+        yield f"{subject} excluded: {why}{when}.{remedy.format(it=it, its=its)}"
     if rest := sum(len(names) for _, names in by_size[_MOST_REASONS:]):
         yield f"{rest} more replicas are excluded for other reasons."
 
@@ -301,8 +300,7 @@ def _full_queue(pool: ObservedPool) -> Iterator[str]:
 
 def since(pool: ObservedPool, cause: str, replicas: Collection[str]) -> str:
     """Note that these replicas cause a warning now; return since when: ``since 12:03:04``."""
-    at = pool.onsets.since(cause, replicas, pool.wall())
-    return f"{'the first ' if len(replicas) > 1 else ''}since {time_of_day(at)}"
+    return since_when(pool.onsets.since(cause, replicas, pool.wall()), replicas)
 
 
 def _listed(names: Sequence[str]) -> str:

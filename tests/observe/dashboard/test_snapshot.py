@@ -191,18 +191,22 @@ def test_decision_served_by_another_replica_names_it(services: Services) -> None
 
 def test_observed_requests_are_compared_with_choices_of_envoy(services: Services) -> None:
     title = "observed requests that Envoy sent elsewhere"
-    records = [decide(services, observed=True) for _ in range(4)]
+    poll(services, 4, max_model_len=8)  # too small for the requests, but Envoy may choose it
+    records = [decide(services, observed=True) for _ in range(5)]
     assert title not in page(services)["figures"]
+    too_small = records.pop().outcome
+    too_small.served_by, too_small.completion_s = replica(4), 2.0
     for record, agrees in zip(records, (True, False, False), strict=False):
         chosen = record.decision.replica
         served = chosen if agrees else replica(1 + (chosen == replica(1)))
         record.outcome.served_by, record.outcome.completion_s = served, 2.0
     decide(services).outcome.served_by = replica(1)
     found = page(services)
-    assert found["figures"][title] == "2 of 3"
+    assert found["figures"][title] == "3 of 4"
     words = dict(found["facts"])["Observed requests"]
     assert words.startswith("mean completion of 3 requests: predicted ")
     assert words.endswith(", actual 2.000 s")
+    assert "inf" not in words
 
 
 @pytest.mark.parametrize(
@@ -210,6 +214,7 @@ def test_observed_requests_are_compared_with_choices_of_envoy(services: Services
     [
         ({}, ""),
         ({"share": 0.05}, " (for 5% of the requests)"),
+        ({"share": 0.004}, " (for 0.4% of the requests)"),
         ({"mode": "observe", "share": 0.05}, " (observes: Envoy chooses)"),
     ],
 )
@@ -348,10 +353,13 @@ def test_replica_that_is_down_is_warned_of_with_the_reason(services: Services) -
     assert cells(services, 2, "Health", "Health notes") == ["unhealthy", "cannot connect"]
     assert page(services)["figures"]["replicas in use"] == "3 of 4"
     poll(services, 1, 3, 4, healthy=False, problem="cannot connect")
-    assert warnings(services) == [
-        "No replica is healthy: requests wait for at most 60 s (hold.empty_s), then get 503.",
-        "All 4 replicas are excluded: cannot connect.",
-    ]
+    waits = "requests wait for at most 60 s (hold.empty_s), then get 503"
+    nobody = f"No replica is healthy: {waits}."
+    assert warnings(services) == [nobody, "All 4 replicas are excluded: cannot connect."]
+    poll(services, asleep=True)
+    first, second = warnings(services)
+    assert first == nobody
+    assert second.startswith("All 4 replicas are excluded: its engine sleeps. Wake them up")
 
 
 def test_warning_names_replicas_in_order(services: Services) -> None:
@@ -403,6 +411,21 @@ def test_excluded_replica_shows_since_when(services: Services, clock: ManualCloc
     poll(services, 2)
     services.exclusions.look(services.fleet, services.wall())
     assert cells(services, 2, "Health notes") == [""]
+
+
+def test_replicas_excluded_one_after_another_share_a_warning(
+    services: Services, clock: ManualClock
+) -> None:
+    first = time_of_day(services.wall())
+    for number in range(1, 8):
+        poll(services, number, healthy=False, problem="cannot connect")
+        services.exclusions.look(services.fleet, services.wall())
+        clock.advance(1.0)
+        poll(services, 8)
+    names = "r1, r2, r3 and 4 more"
+    assert only_warning(services) == (
+        f"{names} are excluded: cannot connect (the first since {first})."
+    )
 
 
 def test_slow_replica_and_wrong_profile_are_warned_of(
