@@ -140,9 +140,9 @@ class Router:
         """Add to the prediction for each candidate the wait at the router: for room there, and for
         the queued requests ahead. Return for which candidates the wait is optional
         (:class:`~extproc.route.room.RoomWait`); None if nothing was added."""
-        backlog, peers = self._backlog, self.fleet.peers
+        backlog = self._backlog
         queued: Floats | float = 0.0
-        if backlog is None or peers.stale:
+        if backlog is None:
             return None
         view, prediction = situation.view, situation.prediction
         room = room_wait(situation)
@@ -158,7 +158,7 @@ class Router:
             for at in ((wait <= 0.0) | optional).nonzero()[0].tolist():
                 if backlog.reserves(view.rows.item(at), place):
                     wait[at], optional[at] = max(wait.item(at), SOONEST_S), False
-            queued, ahead_s = backlog.ahead(view, place, peers.queued)
+            queued, ahead_s = backlog.ahead(view, place, self.fleet.peers.queued)
             wait += ahead_s * (wait > 0.0)
         add_queue_wait(prediction, view, wait, queued)
         return optional

@@ -384,6 +384,20 @@ def test_all_queued_requests_start_when_polls_stop() -> None:
     assert len(system.queue) == 0
 
 
+def test_requests_stay_queued_while_another_router_is_silent() -> None:
+    system = QueuedRouter()
+    other = fleet_of(system.clock, A10)
+    other.dispatch(replica(1), chat(100))
+    digest = other.digests.due(system.clock())
+    assert digest is not None
+    system.fleet.receive_digest(digest)
+    system.fill()
+    system.send("second")
+    system.pass_s(0.5)
+    assert system.fleet.peers.stale
+    assert (system.dispatched, len(system.queue)) == (["first"], 1)
+
+
 def test_share_of_a_frequent_tenant_is_remembered_among_many() -> None:
     """Tenants may be users, of whom there are many: the least served are forgotten."""
     shares = Shares(0.0, queued=())
