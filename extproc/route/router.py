@@ -91,9 +91,7 @@ class Router:
         if owner is not None:
             choice = by_owner(owner, situation)
         else:
-            choice = self._choose(situation, policy)
-            if optional is not None:
-                choice = _without_idle_wait(choice, prediction, place, optional)
+            choice = self._choose(situation, policy, place, optional)
         name = view.candidates.models[choice.first]
         self._turns[view.rows.item(choice.first)] = next(self._numbers)
         second = self._second(situation, choice, name)
@@ -163,13 +161,23 @@ class Router:
         add_queue_wait(prediction, view, wait, queued)
         return optional
 
-    def _choose(self, situation: Situation, policy: str) -> Choice:
+    def _choose(
+        self,
+        situation: Situation,
+        policy: str,
+        place: Place | None,
+        optional: NDArray[np.bool_] | None,
+    ) -> Choice:
         choice = by_policy(policy if policy in POLICIES else self._default, situation)
         if situation.late is not None:
             choice = by_target(situation.late, situation, choice)
+        if optional is not None:
+            choice = _without_idle_wait(choice, situation.prediction, place, optional)
         session = situation.profile.session
         home = self.fleet.sessions.owner(session) if session else None
-        return choice if home is None else by_session(home, self._session_cost_s, situation, choice)
+        if home is None or (place is not None and place.last_chance):
+            return choice
+        return by_session(home, self._session_cost_s, situation, choice)
 
     def _second(self, situation: Situation, choice: Choice, name: str) -> str | None:
         """Return the next best replica that knows the model by the name that the request will

@@ -35,12 +35,14 @@ LARGE = 24_000  # prompt tokens: of 42,000 that a replica holds, two such reques
 class QueuedRouter:
     """A router and its queue, in front of replicas of equal speed."""
 
-    def __init__(self, replicas: int = 1, **settings: object) -> None:
+    def __init__(self, replicas: int = 1, session_cost_s: float = 0.0, **settings: object) -> None:
         self.clock = ManualClock()
         self.fleet: Fleet = fleet_of(self.clock, *[A10] * replicas)
         self.poll()
         self.queue = Queue(self.fleet, HoldSettings.model_validate(settings), self.clock)
-        self.router = Router(self.fleet, "completion", random.Random(1), backlog=self.queue.backlog)
+        self.router = Router(
+            self.fleet, "completion", random.Random(1), session_cost_s, self.queue.backlog
+        )
         self.dispatched: list[str] = []
         self.refused: dict[str, Exception] = {}
         self.running: dict[str, tuple[str, Ticket]] = {}
@@ -57,10 +59,11 @@ class QueuedRouter:
         model: str = MODEL,
         owner: int = 0,
         answer: int | None = 100,
+        session: str = "",
     ) -> Waiting | None:
         """Send a request; return its place in the queue, or None if the request starts."""
         profile = RequestProfile(Endpoint.CHAT, model, prompt, prompt, answer, tenant=tenant)
-        profile.least_output = answer or 0
+        profile.least_output, profile.session = answer or 0, session
         profile.objective = Objective(objective, priority, ttft_s=ttft_s, completion_s=completion_s)
         if owner:
             profile.previous_response = f"resp-{owner}"
@@ -264,6 +267,21 @@ def test_request_starts_on_a_slow_replica_before_it_is_refused(
         system.queue.sweep()
     assert not system.refused
     assert system.running[names[-1]][0] == replica(2)
+
+
+def test_session_waits_for_its_replica_until_it_would_be_refused() -> None:
+    system = QueuedRouter(replicas=2, session_cost_s=1000.0, longest_s=3)
+    system.send("first")
+    home, _ = system.running["first"]
+    system.fleet.sessions.record("s", home)
+    waiting = system.send("second", session="s")
+    assert waiting is not None
+    assert waiting.replica == home
+    system.pass_s(1.0)
+    assert system.dispatched == ["first"]
+    system.pass_s(1.0)
+    assert system.running["second"][0] != home
+    assert not system.refused
 
 
 def test_prompts_ahead_keep_no_request_from_its_cached_prompt() -> None:
