@@ -97,8 +97,9 @@ def by_target(late: Floats, situation: Situation, otherwise: Choice) -> Choice:
         if late[at] > 0.0:
             return f"no replica meets its target; {otherwise.reason(choice)}"
         ends, cost = prediction.completion.item(at), prediction.cost_to_others.item(at)
+        name, in_time = situation.view.names[at], (late <= 0.0).sum()
         return (
-            f"{meets.sum()} of {len(late)} meet its target; {situation.view.names[at]} finishes it "
+            f"{in_time} of {len(late)} meet its target; {name} finishes it "
             f"in {seconds(ends)}, with {seconds(-late.item(at))} to spare, and it costs the "
             f"requests in flight there {seconds(cost)} in all"
         )

@@ -86,8 +86,7 @@ class Router:
         )
         optional = self._add_wait(situation, place)
         if profile.objective.has_target:
-            waited = fleet.now - place.since if place else 0.0
-            situation.late = lateness(profile.objective, prediction, self.error_quantiles, waited)
+            situation.late = self._lateness(situation, place)
         if owner is not None:
             choice = by_owner(owner, situation)
         else:
@@ -161,6 +160,11 @@ class Router:
         add_queue_wait(prediction, view, wait, queued)
         return optional
 
+    def _lateness(self, situation: Situation, place: Place | None) -> Floats:
+        objective = situation.profile.objective
+        waited = self.fleet.now - place.since if place else 0.0
+        return lateness(objective, situation.prediction, self.error_quantiles, waited)
+
     def _choose(
         self,
         situation: Situation,
@@ -173,6 +177,8 @@ class Router:
             choice = by_target(situation.late, situation, choice)
         if optional is not None:
             choice = _without_idle_wait(choice, situation.prediction, place, optional)
+            if situation.late is not None:  # the chosen replica may start the request now after all
+                situation.late[:] = self._lateness(situation, place)
         session = situation.profile.session
         home = self.fleet.sessions.owner(session) if session else None
         if home is None or (place is not None and place.last_chance):

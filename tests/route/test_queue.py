@@ -284,19 +284,43 @@ def test_session_waits_for_its_replica_until_it_would_be_refused() -> None:
     assert not system.refused
 
 
-def test_prompts_ahead_keep_no_request_from_its_cached_prompt() -> None:
-    """The other replica would end sooner, and its eight requests would wait for the prefill."""
-    system = QueuedRouter(replicas=2)
+def with_cached_prompt(system: QueuedRouter, ahead: int, decoding: int) -> RequestProfile:
+    """Return a request whose prompt replica 1 has cached, behind a prompt of ``ahead`` tokens.
+
+    On replica 2, ``decoding`` requests would wait for its prefill.
+    """
     fleet, keys = system.fleet, np.arange(10, dtype=np.uint64)
     cached = replace(chat(2000, 100), prefix=Prefix(keys, 200.0, 2000.0))
     fleet.first_token(fleet.dispatch(replica(1), cached))
-    for _ in range(8):
+    for _ in range(decoding):
         fleet.first_token(fleet.dispatch(replica(2), chat(100, 300)))
-    fleet.dispatch(replica(1), chat(4000, 100))
+    fleet.dispatch(replica(1), chat(ahead, 100))
+    return cached
+
+
+def test_prompts_ahead_keep_no_request_from_its_cached_prompt() -> None:
+    """The other replica would end sooner, and its eight requests would wait for the prefill."""
+    system = QueuedRouter(replicas=2)
+    cached = with_cached_prompt(system, ahead=4000, decoding=8)
     decision = decided(system.router, cached)
     assert (decision.replica, decision.wait_s) == (replica(1), 0.0)
     there, elsewhere = decision.prediction.completion
     assert there > elsewhere
+
+
+def test_request_that_starts_before_queued_ones_is_not_late_because_of_them() -> None:
+    system = QueuedRouter(replicas=2)
+    system.poll(models=(MODEL, "other"))
+    cached = with_cached_prompt(system, ahead=1200, decoding=20)
+    for number in range(10):
+        assert system.send(str(number), prompt=500, model="other", owner=1)
+    cached.objective = Objective(ttft_s=0.45, sheddable=True)
+    decision = decided(system.router, cached)
+    assert (decision.replica, decision.wait_s) == (replica(1), 0.0)
+    assert decision.predicted_ttft < 0.45
+    assert decision.why.startswith("1 of 2 meet its target; r1 finishes it in")
+    assert decision.situation.late is not None
+    assert decision.situation.late.min() < 0.0
 
 
 def test_queue_of_a_full_replica_does_not_reserve_an_idle_replica() -> None:
