@@ -190,9 +190,9 @@ class Backlog:
         only if two conditions hold: its tenant received no less than the head's tenant, and the
         request arrived more than ``OVERTAKEN_S`` after the head was due.
 
-        The first request of a model reserves all replicas against tenants that are too far ahead
-        (``LEAD_S``), except replicas that the first request declines although they have room,
-        because it ends earlier elsewhere.
+        The first request of a model reserves all replicas on which it could start against tenants
+        that are too far ahead (``LEAD_S``), except replicas that it declines although they have
+        room, because it ends earlier elsewhere.
         """
         if place.priority <= self.left.get(row, -inf) or self._is_too_far_ahead(row, place):
             return True

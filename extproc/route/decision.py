@@ -46,6 +46,7 @@ class Choice(Struct, eq=False):
     first: int
     scores: Floats  # per candidate, lower is better; the policy defines the unit
     reason: Callable[["Choice"], str]  # for people; called only when somebody reads the reason
+    bound: bool = False  # if the candidate has no room, the request waits for it alone
 
     @property
     def second(self) -> int | None:

@@ -30,7 +30,7 @@ def by_owner(owner: str, situation: Situation) -> Choice:
     scores = np.full(len(situation.view), np.inf)
     scores[first] = situation.prediction.completion[first]
     reason = f"it owns {situation.profile.previous_response}, which the request continues"
-    return Choice("owner", first, scores, lambda _: reason)
+    return Choice("owner", first, scores, lambda _: reason, bound=True)
 
 
 def by_session(home: str, most_s: float, situation: Situation, otherwise: Choice) -> Choice:
@@ -54,7 +54,7 @@ def by_session(home: str, most_s: float, situation: Situation, otherwise: Choice
         return f"the session was on {view.names[there]}, where the request {delay}; {other}"
 
     first = there if there is not None and stays else otherwise.first
-    return Choice("session", first, otherwise.scores, reason)
+    return Choice("session", first, otherwise.scores, reason, bound=stays)
 
 
 def lateness(

@@ -102,7 +102,8 @@ class Waiting(Place):
         self.cost = self.cost or decision.work_s
         self.replica, self.row = decision.replica, view.rows.item(first)
         self.retry_at = now + max(prediction.queue.item(first), ANEW_S)
-        self.usable = frozenset(view.rows.tolist())
+        rows = view.rows[first : first + 1] if decision.choice.bound else view.rows
+        self.usable = frozenset(rows.tolist())
         self._declined = frozenset(view.rows[prediction.queue <= 0.0].tolist())
         prompt = profile.prompt_tokens - prediction.cached.item(first)
         reserve = 1.0 - full_at(self.priority, decision.peers_age_s is not None)

@@ -440,6 +440,23 @@ def test_requests_stay_queued_while_another_router_is_silent() -> None:
     assert (system.dispatched, len(system.queue)) == (["first"], 1)
 
 
+@pytest.mark.parametrize("bound", [{"owner": 1}, {"session": "s"}])
+def test_request_that_waits_for_one_replica_keeps_no_tenant_from_others(
+    bound: dict[str, Any],
+) -> None:
+    system = QueuedRouter(replicas=2, session_cost_s=1000.0)
+    system.fleet.sessions.record("s", replica(1))
+    for number in (1, 2):
+        system.send(f"first-{number}", owner=number)
+    system.send("few", tenant="few", **bound)
+    for number in range(3):
+        system.send(f"many-{number}", tenant="many", owner=2)
+    for ended in ("first-2", "many-0", "many-1"):
+        system.end(ended)
+        system.pass_s(1.0)
+    assert system.dispatched[2:] == ["many-0", "many-1", "many-2"]
+
+
 def test_share_of_a_frequent_tenant_is_remembered_among_many() -> None:
     """Tenants may be users, of whom there are many: the least served are forgotten."""
     shares = Shares(0.0, queued=())
