@@ -235,12 +235,12 @@ class Queue:
         if not isinstance(outcome, Exception) and self._stays(request, outcome, now):
             self._wait_on(request, outcome, now)
             return False
-        self._leave(request)
         if isinstance(outcome, Decision):
             self._moved_at = now
-            self._backlog.shares.charge(request.key, outcome.work_s)
+            self._backlog.shares.charge(request.key, outcome.work_s)  # while the tenant is queued
             self._rate *= exp((self._rate_at - now) / _DRAIN_S)
             self._rate, self._rate_at = self._rate + 1.0 / _DRAIN_S, now
+        self._leave(request)
         request.resolve(outcome)
         return True
 

@@ -457,6 +457,22 @@ def test_request_that_waits_for_one_replica_keeps_no_tenant_from_others(
     assert system.dispatched[2:] == ["many-0", "many-1", "many-2"]
 
 
+def test_tenant_pays_only_for_its_own_requests_when_its_last_one_starts() -> None:
+    system = QueuedRouter(replicas=2)
+    for number in (1, 2):
+        system.send(f"first-{number}", owner=number)
+    system.send("few-1", 30_000, "few", owner=1)
+    for number in range(4):
+        system.send(f"many-{number}", tenant="many", owner=2)
+    for ended in ("first-2", "many-0", "many-1", "first-1"):
+        system.end(ended)
+        system.pass_s(1.0)
+    assert system.dispatched[2:] == ["many-0", "many-1", "many-2", "few-1"]
+    system.send("few-2", tenant="few", owner=2)
+    system.end("many-2")
+    assert system.dispatched[-1] == "few-2"
+
+
 def test_share_of_a_frequent_tenant_is_remembered_among_many() -> None:
     """Tenants may be users, of whom there are many: the least served are forgotten."""
     shares = Shares(0.0, queued=())
