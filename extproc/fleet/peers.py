@@ -145,7 +145,9 @@ class Peers:
             self._numbers[name] = digest.number
             if digest.admin:
                 self._admins[name] = digest.admin
-            self._queued[name], self._totals[name] = digest.queued, _total(digest.queued)
+            before = self._queued.get(name, {}) if digest.kind is DigestKind.CHANGES else {}
+            queue = {id_: work for id_, work in {**before, **digest.queued}.items() if work}
+            self._queued[name], self._totals[name] = queue, _total(queue)
             place = list(self._numbers).index(name)
             self._arrived_at[place] = now - age
             changed = bool(digest.replicas) or digest.kind is not DigestKind.CHANGES
