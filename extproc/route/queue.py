@@ -251,8 +251,9 @@ class Queue:
         for, even if the replica looks full: its gauges may be wrong.
         """
         if decision is None:
-            since = request.unserved_since or now
-            return now - since < self._settings.empty_s
+            request.unserved_since = request.unserved_since or now
+            return now - request.unserved_since < self._settings.empty_s
+        request.unserved_since = None
         if decision.wait_s <= 0.0:
             return False
         moved = now - max(self._moved_at, request.since) < _STUCK_S

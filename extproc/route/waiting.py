@@ -55,7 +55,7 @@ class Waiting(Place):
     """Queued request."""
 
     number = 0  # by arrival; set by the queue
-    unserved_since: float | None = None  # since when no replica may serve the request
+    unserved_since: float | None  # since when no replica may serve the request
 
     def __init__(
         self,
@@ -76,6 +76,7 @@ class Waiting(Place):
                 exception, or gives up (None: no replica serves the request). Raises nothing.
         """
         decode_s = cost = 0.0
+        self.unserved_since = None if decision else since
         self.why = "no replica can serve it now"  # for people
         if decision is not None:
             view, first = decision.situation.view, decision.choice.first
@@ -91,7 +92,6 @@ class Waiting(Place):
         """Record what the request waits for: the replica of ``decision``; None: any replica that
         serves the request."""
         self.decided_at = now
-        self.unserved_since = None if decision else self.unserved_since or now
         self.replica, self.row, self.tokens = "", None, 0.0
         self.retry_at = now + ANEW_S
         self.usable = self._declined = frozenset[int]()  # rows of the fleet's table

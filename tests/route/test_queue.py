@@ -415,6 +415,21 @@ def test_expected_wait_counts_a_request_that_was_unserved_at_first() -> None:
     assert behind.wait_s > first.wait_s + 0.1
 
 
+def test_request_whose_replica_left_is_not_unserved_while_others_serve_its_model() -> None:
+    system = QueuedRouter(replicas=2)
+    for number in (1, 2):
+        system.send(f"first-{number}", owner=number)
+    for number in range(40):
+        system.send(str(number))
+    system.fleet.remove(replica(1))
+    system.queue.sweep()
+    assert not system.queue.unserved_by_model()
+    system.fleet.remove(replica(2))
+    for _ in range(10):
+        system.pass_s(0.1)
+    assert system.queue.unserved_by_model() == {MODEL: 40}
+
+
 def test_all_queued_requests_start_when_polls_stop() -> None:
     system = QueuedRouter()
     system.send("first")
