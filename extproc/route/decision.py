@@ -6,6 +6,7 @@ from random import Random
 
 import numpy as np
 from msgspec import Struct, structs
+from numpy.typing import NDArray
 
 from extproc.fleet.prefix_index import PrefixHits
 from extproc.predict.completion import AdapterTimes, Prediction, work
@@ -27,6 +28,7 @@ class Situation(Struct, eq=False):
     turns: dict[int, int]  # row of the fleet's table → number of the last decision for it
     adapter: AdapterTimes | None = None  # for a request for a LoRA adapter
     among_others: bool = False  # another router of the pool is known
+    optional: NDArray[np.bool_] | None = None  # as in RoomWait; None: no wait was predicted
     late: Floats | None = None  # from lateness(); None: the request has no targets
 
     @property

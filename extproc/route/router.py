@@ -5,11 +5,10 @@ from random import Random
 
 import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Generated
-from extproc.predict.completion import Prediction, add_adapter, add_queue_wait, predict, work
+from extproc.predict.completion import add_adapter, add_queue_wait, predict, work
 from extproc.predict.correction import ErrorQuantiles
 from extproc.predict.inputs import FleetView, Floats, least, most
 from extproc.request.profile import RequestProfile
@@ -84,13 +83,13 @@ class Router:
             *(profile, view, held, prediction, p90, sequences, self._random, self._turns, adapter),
             among_others=age is not None,
         )
-        optional = self._add_wait(situation, place)
+        self._add_wait(situation, place)
         if profile.objective.has_target:
             situation.late = self._lateness(situation, place)
         if owner is not None:
             choice = by_owner(owner, situation)
         else:
-            choice = self._choose(situation, policy, place, optional)
+            choice = self._choose(situation, policy, place)
         name = view.candidates.models[choice.first]
         self._turns[view.rows.item(choice.first)] = next(self._numbers)
         second = self._second(situation, choice, name)
@@ -133,18 +132,17 @@ class Router:
         row = lengths.row(profile)
         return max(lengths.expected(row, bound), fewest), max(lengths.p90(row, bound), fewest)
 
-    def _add_wait(self, situation: Situation, place: Place | None) -> NDArray[np.bool_] | None:
+    def _add_wait(self, situation: Situation, place: Place | None) -> None:
         """Add to the prediction for each candidate the wait at the router: for room there, and for
-        the queued requests ahead. Return for which candidates the wait is optional
-        (:class:`~extproc.route.room.RoomWait`); None if nothing was added."""
+        the queued requests ahead."""
         backlog = self._backlog
         queued: Floats | float = 0.0
         if backlog is None:
-            return None
+            return
         view, prediction = situation.view, situation.prediction
         room = room_wait(situation)
         if room is None and not backlog:
-            return None
+            return
         wait, optional = room or RoomWait(np.zeros(len(view)), np.zeros(len(view), dtype=bool))
         wait *= self.fleet.reports_capacity(view.rows)
         if backlog:
@@ -158,30 +156,24 @@ class Router:
             queued, ahead_s = backlog.ahead(view, place, self.fleet.peers.queued)
             wait += ahead_s * (wait > 0.0)
         add_queue_wait(prediction, view, wait, queued)
-        return optional
+        situation.optional = optional
 
     def _lateness(self, situation: Situation, place: Place | None) -> Floats:
         objective = situation.profile.objective
         waited = self.fleet.now - place.since if place else 0.0
         return lateness(objective, situation.prediction, self.error_quantiles, waited)
 
-    def _choose(
-        self,
-        situation: Situation,
-        policy: str,
-        place: Place | None,
-        optional: NDArray[np.bool_] | None,
-    ) -> Choice:
+    def _choose(self, situation: Situation, policy: str, place: Place | None) -> Choice:
+        last_chance = place is not None and place.last_chance
         choice = by_policy(policy if policy in POLICIES else self._default, situation)
         if situation.late is not None:
             choice = by_target(situation.late, situation, choice)
-        if optional is not None:
-            choice = _without_idle_wait(choice, situation.prediction, place, optional)
-            if situation.late is not None:  # the chosen replica may start the request now after all
-                situation.late[:] = self._lateness(situation, place)
+        choice = _without_idle_wait(choice, situation, last_chance)
+        if situation.late is not None and situation.optional is not None:
+            situation.late[:] = self._lateness(situation, place)  # the request may start now
         session = situation.profile.session
         home = self.fleet.sessions.owner(session) if session else None
-        if home is None or (place is not None and place.last_chance):
+        if home is None or last_chance:
             return choice
         return by_session(home, self._session_cost_s, situation, choice)
 
@@ -291,22 +283,20 @@ class Router:
             self.error_quantiles.tpot.observe(predicted * forecast.stretch, seconds)
 
 
-def _without_idle_wait(
-    choice: Choice, prediction: Prediction, place: Place | None, optional: NDArray[np.bool_]
-) -> Choice:
+def _without_idle_wait(choice: Choice, situation: Situation, last_chance: bool) -> Choice:
     """Replace a choice for which the request would wait at the router without ending any sooner.
 
-    If the wait is ``optional``, the choice stays, and the request starts now: the policy has
+    If the wait is optional, the choice stays, and the request starts now: the policy has
     reasons for it, such as a cached prompt, although the request ends sooner elsewhere. Otherwise
     the new choice is the best candidate that can start the request now. On its last chance before a
     refusal, the request takes such a candidate even if it ends later there.
     """
-    starts, ends = prediction.queue <= 0.0, prediction.completion
-    if starts[choice.first]:
+    prediction, optional = situation.prediction, situation.optional
+    if optional is None or prediction.queue[choice.first] <= 0.0:
         return choice
+    starts, ends = prediction.queue <= 0.0, prediction.completion
     ends_there = np.where(starts, ends, np.inf)
     soonest = least(ends_there)
-    last_chance = place is not None and place.last_chance
     if soonest == np.inf or (ends[choice.first] < soonest and not last_chance):
         return choice
     if optional[choice.first]:
