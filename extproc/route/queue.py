@@ -158,7 +158,8 @@ class Queue:
     def sweep(self) -> None:
         """Refuse requests that exceeded the longest wait, and decide due requests anew. Call this
         every 0.05 s."""
-        self._take_turns()
+        for row in (*self._turns.freed(), *self._turns.over()):
+            self._offer(self._fleet.members.by_row[row].id)
         if not self._requests:
             return
         now = self._clock()
@@ -172,13 +173,6 @@ class Queue:
         self._sweeps = (self._sweeps + 1) % _ROUND
         for replica in list(self._fleet.members.rows)[self._sweeps :: _ROUND]:
             self._offer(replica)
-
-    def _take_turns(self) -> None:
-        """Offer replicas on which requests of other routers have ended, and the replicas whose time
-        for other routers is over."""
-        members = self._fleet.members.by_row
-        for row in (*self._turns.freed(), *self._turns.over()):
-            self._offer(members[row].id)
 
     def _offer(self, replica: str) -> None:
         """Dispatch requests to a replica that may have more room than before."""
