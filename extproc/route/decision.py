@@ -27,7 +27,8 @@ class Situation(Struct, eq=False):
     random: Random
     turns: dict[int, int]  # row of the fleet's table → number of the last decision for it
     adapter: AdapterTimes | None = None  # for a request for a LoRA adapter
-    among_others: bool = False  # another router of the pool is known
+    peers_age_s: float | None = None  # age of other routers' newest digest; None: no other routers
+    waited: float = 0.0  # seconds in the queue so far
     optional: NDArray[np.bool_] | None = None  # as in RoomWait; None: no wait was predicted
     late: Floats | None = None  # from lateness(); None: the request has no targets
 
@@ -95,7 +96,6 @@ class Decision(Struct, eq=False):
     replica: str  # ip:port of the chosen replica
     second: str | None = None  # ip:port for a retry
     name: str = ""  # of the model on the chosen replica; empty: as requested
-    peers_age_s: float | None = None  # age of other routers' newest digest; None: no other routers
     fallback: str = ""  # why the load of other routers did not count
 
     @property

@@ -5,10 +5,8 @@ from math import inf
 
 import numpy as np
 
-from extproc.predict.completion import Prediction
 from extproc.predict.correction import ErrorQuantiles
 from extproc.predict.inputs import Floats, least
-from extproc.request.objective import Objective
 from extproc.route.decision import Choice, Situation
 from extproc.route.policies import choose, lowest
 from extproc.route.reasons import seconds, why
@@ -57,15 +55,14 @@ def by_session(home: str, most_s: float, situation: Situation, otherwise: Choice
     return Choice("session", first, otherwise.scores, reason, bound=stays)
 
 
-def lateness(
-    objective: Objective, prediction: Prediction, error_quantiles: ErrorQuantiles, waited: float
-) -> Floats:
+def lateness(situation: Situation, error_quantiles: ErrorQuantiles) -> Floats:
     """Return the seconds by which each candidate would miss a target; negative: time to spare.
 
     The prediction is multiplied by the ratio of actual to predicted time that nine of ten requests
     do not exceed. Of several targets, the one missed by the most seconds counts.
-    ``waited``: seconds since the request arrived.
     """
+    objective, prediction = situation.profile.objective, situation.prediction
+    waited = situation.waited
     later = max(prediction.output_tokens - 1.0, 0.0)
     times = (
         (prediction.ttft, error_quantiles.ttft, objective.ttft_s - waited),

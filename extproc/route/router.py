@@ -81,11 +81,12 @@ class Router:
         age, fallback = fleet.peers.digest_age, ""
         situation = Situation(
             *(profile, view, held, prediction, p90, sequences, self._random, self._turns, adapter),
-            among_others=age is not None,
+            peers_age_s=age,
+            waited=fleet.now - place.since if place else 0.0,
         )
         self._add_wait(situation, place)
         if profile.objective.has_target:
-            situation.late = self._lateness(situation, place)
+            situation.late = lateness(situation, self.error_quantiles)
         if owner is not None:
             choice = by_owner(owner, situation)
         else:
@@ -95,8 +96,7 @@ class Router:
         second = self._second(situation, choice, name)
         if age is not None and fleet.peers.stale:
             fallback = f"load of other routers ignored (newest digest {seconds(age)} old)"
-        replica = view.ids[choice.first]
-        return Decision(situation, choice, replica, second, name, age, fallback)
+        return Decision(situation, choice, view.ids[choice.first], second, name, fallback)
 
     def _candidates(
         self, profile: RequestProfile, among: frozenset[str] | None, response_visible: bool
@@ -108,9 +108,7 @@ class Router:
         """
         fleet = self.fleet
         view = fleet.view(profile.model, among, response_visible, profile.priority)
-        owner = (
-            fleet.response_owner(profile.previous_response) if profile.previous_response else None
-        )
+        owner = fleet.response_owner(profile.previous_response)
         if owner is None or owner in view.ids:
             return view, owner
         state = fleet.members.get(owner)
@@ -158,11 +156,6 @@ class Router:
         add_queue_wait(prediction, view, wait, queued)
         situation.optional = optional
 
-    def _lateness(self, situation: Situation, place: Place | None) -> Floats:
-        objective = situation.profile.objective
-        waited = self.fleet.now - place.since if place else 0.0
-        return lateness(objective, situation.prediction, self.error_quantiles, waited)
-
     def _choose(self, situation: Situation, policy: str, place: Place | None) -> Choice:
         last_chance = place is not None and place.last_chance
         choice = by_policy(policy if policy in POLICIES else self._default, situation)
@@ -170,7 +163,7 @@ class Router:
             choice = by_target(situation.late, situation, choice)
         choice = _without_idle_wait(choice, situation, last_chance)
         if situation.late is not None and situation.optional is not None:
-            situation.late[:] = self._lateness(situation, place)  # the request may start now
+            situation.late[:] = lateness(situation, self.error_quantiles)  # may start now
         session = situation.profile.session
         home = self.fleet.sessions.owner(session) if session else None
         if home is None or last_chance:

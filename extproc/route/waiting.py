@@ -106,7 +106,7 @@ class Waiting(Place):
         self.usable = frozenset(rows.tolist())
         self._declined = frozenset(view.rows[prediction.queue <= 0.0].tolist())
         prompt = profile.prompt_tokens - prediction.cached.item(first)
-        reserve = 1.0 - full_at(self.priority, decision.peers_age_s is not None)
+        reserve = 1.0 - full_at(self.priority, decision.situation.peers_age_s is not None)
         self.tokens = prompt + profile.sequences * prediction.output_tokens  # of KV cache
         self.tokens += reserve * view.kv_capacity.item(first)
         if prediction.preemptible is not None:
