@@ -43,6 +43,7 @@ class Place:
         """``since``: arrival. ``decode_s``: predicted decode time. ``cost``: replica-seconds."""
         self.profile = profile
         self.model = profile.model
+        self.line = self.model, False  # True: the request waits for one replica alone
         self.key = self.priority, self.tenant = key_of(profile)
         self.since = since
         self.cost = cost
@@ -94,6 +95,7 @@ class Waiting(Place):
         self.decided_at = now
         self.replica, self.row, self.tokens = "", None, 0.0
         self.retry_at = now + ANEW_S
+        self.line = self.model, decision is not None and decision.choice.bound
         self.usable = self._declined = frozenset[int]()  # rows of the fleet's table
         if decision is None:
             return
@@ -102,8 +104,7 @@ class Waiting(Place):
         self.cost = self.cost or decision.work_s
         self.replica, self.row = decision.replica, view.rows.item(first)
         self.retry_at = now + max(prediction.queue.item(first), ANEW_S)
-        rows = view.rows[first : first + 1] if decision.choice.bound else view.rows
-        self.usable = frozenset(rows.tolist())
+        self.usable = frozenset(view.rows.tolist())
         self._declined = frozenset(view.rows[prediction.queue <= 0.0].tolist())
         prompt = profile.prompt_tokens - prediction.cached.item(first)
         reserve = 1.0 - full_at(self.priority, decision.situation.peers_age_s is not None)

@@ -472,6 +472,26 @@ def test_request_that_waits_for_one_replica_keeps_no_tenant_from_others(
     assert system.dispatched[2:] == ["many-0", "many-1", "many-2"]
 
 
+@pytest.mark.parametrize("bound", [{"owner": 1}, {"session": "s"}])
+def test_request_behind_one_that_waits_for_one_replica_starts_on_another(
+    bound: dict[str, Any],
+) -> None:
+    system = QueuedRouter(replicas=2, session_cost_s=1000.0)
+    system.fleet.sessions.record("s", replica(1))
+    system.send("first-1", owner=1)
+    system.send("first-2", owner=2, answer=3_000)
+    first = system.send("bound", **bound)
+    other = system.send("other")
+    assert first is not None
+    assert other is not None
+    assert other.replica == replica(1)
+    waits_s = first.retry_at - system.clock()
+    system.end("first-2")
+    assert system.dispatched[2:] == ["other"]
+    system.pass_s(1.0)
+    assert first.retry_at - system.clock() < waits_s
+
+
 def test_tenant_pays_only_for_its_own_requests_when_its_last_one_starts() -> None:
     system = QueuedRouter(replicas=2)
     for number in (1, 2):
