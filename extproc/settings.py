@@ -87,6 +87,8 @@ def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fie
 LEAVES: dict[str, FieldInfo] = dict(_leaves(Config))
 """All settings by key, such as ``poll.interval_s``, with their descriptions and defaults."""
 
+_TEXTS = {key for key, field in LEAVES.items() if field.annotation in (str, str | None)}
+
 _SECTIONS = {key.rpartition(".")[0] for key in LEAVES} - {""}
 
 
@@ -125,8 +127,9 @@ def _from_env(env: Mapping[str, str]) -> Iterator[tuple[str, _Value]]:
 
 
 def _parsed(key: str, text: str, origin: str) -> _Value:
-    """Reads lists and mappings in the flow style of YAML (or JSON); other text stays as it is."""
-    if text[:1] not in ("[", "{") or _IPV6.match(text):
+    """Reads lists and mappings in the flow style of YAML (or JSON); other text stays as it is, and
+    so does the value of a setting that is text, such as a password."""
+    if key in _TEXTS or text[:1] not in ("[", "{") or _IPV6.match(text):
         return _Value(text, origin)
     try:
         return _Value(parse_yaml(text), origin)

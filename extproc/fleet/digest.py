@@ -38,8 +38,8 @@ _FLOAT = np.dtype("<f4")
 class DigestKind(IntEnum):
     """Meaning of a digest for the replicas that it does not name."""
 
-    CHANGES = 0  # their figures are unchanged
-    WHOLE = 1  # the router has no requests there
+    CHANGES = 0  # their figures and queues are unchanged
+    WHOLE = 1  # the router has no requests there, or none queued for them
     FAREWELL = 2  # the router stops, and has no requests anywhere
 
 
@@ -58,7 +58,8 @@ class Digest(msgspec.Struct, eq=False, array_like=True):
     figures: Floats  # shape (FIGURES, replicas)
     admin: str = ""  # ``host:port`` of the router's admin server, in whole digests; empty: unknown
     queued: dict[str, dict[int, Finite]] = {}
-    """Work queued at the router in replica-seconds, by awaited replica and by priority."""
+    """Work queued at the router in replica-seconds, by awaited replica and by priority; empty: no
+    work is queued for the replica any more."""
 
     def __post_init__(self) -> None:
         if self.admin:

@@ -44,6 +44,7 @@ class DigestSource:
         self._wall = wall
         self._number = 0
         self._sent = np.zeros((3, 0))  # counts in the last digest, see _counts
+        self._sent_queue: dict[str, dict[int, float]] = {}
         self._sent_at = -inf
         self._whole_at = -inf
 
@@ -66,9 +67,11 @@ class DigestSource:
             rows = ((replicas.requests > 0.0) | observed).nonzero()[0]
         else:
             rows = (counts != self._sent).any(axis=0).nonzero()[0]
-            silent = now - self._sent_at
-            if not len(rows) and not (len(self._requests) and silent > ALIVE_S - _SOON):
-                return None
+            if not len(rows):
+                if now - self._sent_at <= ALIVE_S - _SOON:
+                    return None
+                if not len(self._requests) and self.queued() == self._sent_queue:
+                    return None
         digest = self._digest(DigestKind.WHOLE if whole else DigestKind.CHANGES, rows, now)
         self._sent, self._sent_at = self._counts(), now
         if whole:
@@ -99,6 +102,10 @@ class DigestSource:
         ids = tuple(self._states[row].id for row in rows)
         admin = self.admin if kind is DigestKind.WHOLE else ""
         at, queued = self._wall(), self.queued()
+        sent, self._sent_queue = self._sent_queue, queued
+        if kind is DigestKind.CHANGES:
+            named = [id_ for id_ in sent | queued if sent.get(id_) != queued.get(id_)]
+            queued = {id_: queued.get(id_, {}) for id_ in named}
         return Digest(self._router, self._number, at, kind, ids, figures, admin, queued)
 
     def _figures(self, now: float) -> Floats:

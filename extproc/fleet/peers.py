@@ -5,6 +5,7 @@ from itertools import islice
 from math import inf, nan
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from extproc.fleet.digest import (
@@ -56,7 +57,7 @@ class Peers:
         self._rows = rows
         self._clock = clock
         self._wall = wall
-        self._last: dict[str, Digest] = {}  # by peer, in the order of the arrays
+        self._last: dict[str, Digest] = {}  # by peer, in the order of the arrays; whole queues
         self._admins: dict[str, str] = {}  # peer → its admin address, if known
         self._totals: dict[str, dict[int, float]] = {}  # by peer: queued work of all replicas
         self._freed: dict[int, None] = {}  # rows in which the requests of a peer became fewer
@@ -141,7 +142,10 @@ class Peers:
         elif name not in self._last or digest.number > self._last[name].number:
             if name not in self._last:
                 self._join()
-            self._last[name], self._totals[name] = digest, _total(digest.queued)
+            last = self._last.get(name) if digest.kind is DigestKind.CHANGES else None
+            queued = {**last.queued, **digest.queued} if last else digest.queued
+            queued = {replica: work for replica, work in queued.items() if work}
+            self._last[name], self._totals[name] = replace(digest, queued=queued), _total(queued)
             if digest.admin:
                 self._admins[name] = digest.admin
             place = list(self._last).index(name)

@@ -22,11 +22,12 @@ the other's first request. Without the limit, small requests of one tenant fill 
 requests of the other find none: in simulated overload (azure-2023-conv ×13, eight replicas) one of
 two tenants got 80 replica-seconds more within half a minute."""
 
-Lines = dict[str, Line]  # by model
+Lines = dict[tuple[str, bool], Line]  # by model, and whether requests wait for one replica alone
 
 
 class Backlog:
-    """Lines of queued requests: one for each model, and one for each replica and model."""
+    """Lines of queued requests: one for each model, and one for each replica and model. Requests
+    that wait for one replica alone have lines of their own, because they hold up no others."""
 
     def __init__(self, now: float) -> None:
         self._tenants: dict[Key, dict[Waiting, None]] = {}  # the oldest request first
@@ -50,12 +51,10 @@ class Backlog:
         self._tenants.setdefault(request.key, {})[request] = None
         self._seconds.setdefault(request.key, 0.0)
         self._rank(request)
-        self._add(request, self._models)
         self.await_replica(request)
 
     def leave(self, request: Waiting) -> None:
         self.await_no_more(request)
-        _remove(request, self._models)
         del self._tenants[request.key][request]
         self._rank(request)
 
@@ -74,13 +73,15 @@ class Backlog:
         return next(reversed(self._tenants[tenant]))
 
     def await_replica(self, request: Waiting) -> None:
-        """Put a request that waits for a replica into the line of its model on that replica."""
+        """Put a request into the line of its model, and into that of the replica it waits for."""
+        self._add(request, self._models)
         if request.row is not None:
             self._count(request, request.row, 1.0)
             self._add(request, self._replicas.setdefault(request.row, {}))
 
     def await_no_more(self, request: Waiting) -> None:
-        """Take a request that waits for a replica out of its line on that replica."""
+        """Take a request out of the lines in which :meth:`await_replica` put it."""
+        _remove(request, self._models)
         if request.row is None:
             return
         self._count(request, request.row, -1.0)
@@ -98,16 +99,16 @@ class Backlog:
         self._seconds[request.key] += sign * request.cost
 
     def _add(self, request: Waiting, lines: Lines) -> None:
-        if request.model not in lines:
-            lines[request.model] = Line(self.shares)
-        lines[request.model].enter(request)
+        if request.line not in lines:
+            lines[request.line] = Line(self.shares)
+        lines[request.line].enter(request)
 
     def is_first(self, request: Waiting) -> bool:
-        return self._models[request.model].head() is request
+        return self._models[request.line].head() is request
 
     def firsts(self, models: int) -> list[Waiting]:
-        """Return the first request of each model, for at most ``models`` models; the next call
-        continues with the next models."""
+        """Return the first request of each line of a model, for at most ``models`` lines; the next
+        call continues with the next lines."""
         found = []
         for model in list(self._models)[:models]:
             line = self._models[model] = self._models.pop(model)
@@ -177,7 +178,7 @@ class Backlog:
         """
         if priority > place.priority or total <= 0.0:
             return 1.0
-        line = self._models.get(place.model)
+        line = self._models.get(place.line)
         turns = len(self._tenants) * self._seconds.get(place.key, 0.0)
         return (line.depth(place) if line else 1.0) * min(turns / total, 1.0)
 
@@ -190,15 +191,15 @@ class Backlog:
         only if two conditions hold: its tenant received no less than the head's tenant, and the
         request arrived more than ``OVERTAKEN_S`` after the head was due.
 
-        The first request of a model reserves all replicas against tenants that are too far ahead
-        (``LEAD_S``), except replicas that the first request declines although they have room,
-        because it ends earlier elsewhere.
+        The first request of a model reserves all replicas on which it could start against tenants
+        that are too far ahead (``LEAD_S``), except replicas that it declines although they have
+        room, because it ends earlier elsewhere.
         """
         if place.priority <= self.left.get(row, -inf) or self._is_too_far_ahead(row, place):
             return True
         rank = self.shares.tag(place.key), place.due
         moves = place.row is not None and place.row != row
-        for model, line in self._replicas.get(row, {}).items():
+        for (model, _), line in self._replicas.get(row, {}).items():
             head = line.head()
             if head.priority < place.priority:
                 continue
@@ -216,7 +217,7 @@ class Backlog:
     def _is_too_far_ahead(self, row: int, place: Place) -> bool:
         """Return True if the place's tenant is too far ahead of the tenant of the model's first
         request, and the first request could use the replica."""
-        if (line := self._models.get(place.model)) is None:
+        if (line := self._models.get((place.model, False))) is None:
             return False
         head = line.head()
         if head.priority != place.priority or not head.could_use(row):
@@ -226,6 +227,6 @@ class Backlog:
 
 
 def _remove(request: Waiting, lines: Lines) -> None:
-    lines[request.model].leave(request)
-    if not lines[request.model]:
-        del lines[request.model]
+    lines[request.line].leave(request)
+    if not lines[request.line]:
+        del lines[request.line]

@@ -5,6 +5,7 @@ from random import Random
 
 import numpy as np
 from msgspec import Struct, structs
+from numpy.typing import NDArray
 
 from extproc.fleet.prefix_index import PrefixHits
 from extproc.predict.completion import AdapterTimes, Prediction, work
@@ -25,7 +26,9 @@ class Situation(Struct, eq=False):
     random: Random
     turns: dict[int, int]  # row of the fleet's table → number of the last decision for it
     adapter: AdapterTimes | None = None  # for a request for a LoRA adapter
-    among_others: bool = False  # another router of the pool is known
+    peers_age_s: float | None = None  # age of other routers' newest digest; None: no other routers
+    waited: float = 0.0  # seconds in the queue so far
+    optional: NDArray[np.bool_] | None = None  # as in RoomWait; None: no wait was predicted
     late: Floats | None = None  # from lateness(); None: the request has no targets
 
     @property
@@ -45,6 +48,7 @@ class Choice(Struct, eq=False):
     first: int
     scores: Floats  # per candidate, lower is better; the policy defines the unit
     reason: Callable[["Choice"], str]  # for people; called only when somebody reads the reason
+    bound: bool = False  # if the candidate has no room, the request waits for it alone
 
     @property
     def second(self) -> int | None:
@@ -91,7 +95,6 @@ class Decision(Struct, eq=False):
     replica: str  # ip:port of the chosen replica
     second: str | None = None  # ip:port for a retry
     name: str = ""  # of the model on the chosen replica; empty: as requested
-    peers_age_s: float | None = None  # age of other routers' newest digest; None: no other routers
     fallback: str = ""  # why the load of other routers did not count
 
     @property

@@ -5,10 +5,8 @@ from math import inf
 
 import numpy as np
 
-from extproc.predict.completion import Prediction
 from extproc.predict.correction import ErrorQuantiles
 from extproc.predict.inputs import Floats, least
-from extproc.request.objective import Objective
 from extproc.route.decision import Choice, Situation
 from extproc.route.policies import choose, lowest
 from extproc.route.reasons import seconds, why
@@ -30,7 +28,7 @@ def by_owner(owner: str, situation: Situation) -> Choice:
     scores = np.full(len(situation.view), np.inf)
     scores[first] = situation.prediction.completion[first]
     reason = f"it owns {situation.profile.previous_response}, which the request continues"
-    return Choice("owner", first, scores, lambda _: reason)
+    return Choice("owner", first, scores, lambda _: reason, bound=True)
 
 
 def by_session(home: str, most_s: float, situation: Situation, otherwise: Choice) -> Choice:
@@ -54,18 +52,17 @@ def by_session(home: str, most_s: float, situation: Situation, otherwise: Choice
         return f"the session was on {view.names[there]}, where the request {delay}; {other}"
 
     first = there if there is not None and stays else otherwise.first
-    return Choice("session", first, otherwise.scores, reason)
+    return Choice("session", first, otherwise.scores, reason, bound=stays)
 
 
-def lateness(
-    objective: Objective, prediction: Prediction, error_quantiles: ErrorQuantiles, waited: float
-) -> Floats:
+def lateness(situation: Situation, error_quantiles: ErrorQuantiles) -> Floats:
     """Return the seconds by which each candidate would miss a target; negative: time to spare.
 
     The prediction is multiplied by the ratio of actual to predicted time that nine of ten requests
     do not exceed. Of several targets, the one missed by the most seconds counts.
-    ``waited``: seconds since the request arrived.
     """
+    objective, prediction = situation.profile.objective, situation.prediction
+    waited = situation.waited
     later = max(prediction.output_tokens - 1.0, 0.0)
     times = (
         (prediction.ttft, error_quantiles.ttft, objective.ttft_s - waited),
@@ -98,8 +95,9 @@ def by_target(late: Floats, situation: Situation, otherwise: Choice) -> Choice:
         if late[at] > 0.0:
             return f"no replica meets its target; {otherwise.reason(choice)}"
         ends, cost = prediction.completion.item(at), prediction.cost_to_others.item(at)
+        name, in_time = situation.view.names[at], (late <= 0.0).sum()
         return (
-            f"{meets.sum()} of {len(late)} meet its target; {situation.view.names[at]} finishes it "
+            f"{in_time} of {len(late)} meet its target; {name} finishes it "
             f"in {seconds(ends)}, with {seconds(-late.item(at))} to spare, and it costs the "
             f"requests in flight there {seconds(cost)} in all"
         )

@@ -3,15 +3,15 @@
 Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
 
 - *No idle waiting.* A request waits for a replica only while its predicted completion there,
-  expected wait included, is earlier than on every replica that could start it now. The expected
-  wait counts the requests queued ahead at this router, and as many at each other router, if so many
-  are queued there. A replica can start a request if the replica has room
-  (:mod:`extproc.route.room`) and is not reserved
-  (:meth:`~extproc.route.backlog.Backlog.reserves`). The request is decided anew when the expected
-  wait has passed. The first request of a model is also decided anew every 0.2 s, and when a replica
-  gets more room. No request is refused while a replica could start it, with two exceptions: the
-  request would miss the target of its objective, or more than 16 requests exceed the longest wait
-  at once.
+  expected wait included, is earlier than on every replica that could start it now, or if it stays
+  with its session or with the response that it continues. The expected wait counts the requests
+  queued ahead at this router, and as many at each other router, if so many are queued there. A
+  replica can start a request if the replica has room (:mod:`extproc.route.room`) and is not
+  reserved (:meth:`~extproc.route.backlog.Backlog.reserves`). The request is decided anew when the
+  expected wait has passed. The first request of a model is also decided anew every 0.2 s, and when
+  a replica gets more room. No request is refused while a replica could start it, with three
+  exceptions: the request continues a response that another replica stores, the request would miss
+  the target of its objective, or more than 16 requests exceed the longest wait at once.
 - *No blocking across models.* Each model has a line of its own on each replica. The head of a line
   delays other models of its priority only on the replica that it waits for. There it delays a
   request only if the request arrives more than B seconds after the head was due, and only if the
@@ -158,7 +158,8 @@ class Queue:
     def sweep(self) -> None:
         """Refuse requests that exceeded the longest wait, and decide due requests anew. Call this
         every 0.05 s."""
-        self._take_turns()
+        for row in (*self._turns.freed(), *self._turns.over()):
+            self._offer(self._fleet.members.by_row[row].id)
         if not self._requests:
             return
         now = self._clock()
@@ -172,13 +173,6 @@ class Queue:
         self._sweeps = (self._sweeps + 1) % _ROUND
         for replica in list(self._fleet.members.rows)[self._sweeps :: _ROUND]:
             self._offer(replica)
-
-    def _take_turns(self) -> None:
-        """Offer replicas on which requests of other routers have ended, and the replicas whose time
-        for other routers is over."""
-        members = self._fleet.members.by_row
-        for row in (*self._turns.freed(), *self._turns.over()):
-            self._offer(members[row].id)
 
     def _offer(self, replica: str) -> None:
         """Dispatch requests to a replica that may have more room than before."""
@@ -235,12 +229,12 @@ class Queue:
         if not isinstance(outcome, Exception) and self._stays(request, outcome, now):
             self._wait_on(request, outcome, now)
             return False
-        self._leave(request)
         if isinstance(outcome, Decision):
             self._moved_at = now
-            self._backlog.shares.charge(request.key, outcome.work_s)
+            self._backlog.shares.charge(request.key, outcome.work_s)  # while the tenant is queued
             self._rate *= exp((self._rate_at - now) / _DRAIN_S)
             self._rate, self._rate_at = self._rate + 1.0 / _DRAIN_S, now
+        self._leave(request)
         request.resolve(outcome)
         return True
 
@@ -251,8 +245,9 @@ class Queue:
         for, even if the replica looks full: its gauges may be wrong.
         """
         if decision is None:
-            since = request.unserved_since or now
-            return now - since < self._settings.empty_s
+            request.unserved_since = request.unserved_since or now
+            return now - request.unserved_since < self._settings.empty_s
+        request.unserved_since = None
         if decision.wait_s <= 0.0:
             return False
         moved = now - max(self._moved_at, request.since) < _STUCK_S

@@ -46,7 +46,7 @@ def room_wait(situation: Situation) -> RoomWait | None:
     flight there, because none could end, or if it can never hold the whole request.
     """
     profile, view, prediction = situation.profile, situation.view, situation.prediction
-    full = full_at(profile.objective.priority, situation.among_others)
+    full = full_at(profile.objective.priority, situation.peers_age_s is not None)
     pressure = prediction.kv_pressure + prediction.growth / view.kv_capacity
     # Prefill includes the prompts ahead of the request, so they take at most as long.
     soon = most(prediction.admission) <= 0.0 and most(prediction.prefill) <= _PREFILLS_S
@@ -65,8 +65,7 @@ def room_wait(situation: Situation) -> RoomWait | None:
     waits = (tight | prompts_ahead) & (view.requests > 0.0) & ~_is_too_large(profile, view)
     if not waits.any():
         return None
-    missing = (peak - full) * view.kv_capacity
-    needed = missing + (view.kv_capacity - view.taken)
+    needed = (peak - full + 1.0) * view.kv_capacity - view.taken
     wait = admission(view, situation.sequences, others, needed)
     for least in (behind_first, queue_s - _PREFILLS_S, SOONEST_S):
         wait = np.maximum(wait, least)

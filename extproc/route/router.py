@@ -5,11 +5,10 @@ from random import Random
 
 import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Generated
-from extproc.predict.completion import Prediction, add_adapter, add_queue_wait, predict, work
+from extproc.predict.completion import add_adapter, add_queue_wait, predict, work
 from extproc.predict.correction import ErrorQuantiles
 from extproc.predict.inputs import FleetView, Floats, least, most
 from extproc.request.profile import RequestProfile
@@ -83,25 +82,22 @@ class Router:
         age, fallback = fleet.peers.digest_age, ""
         situation = Situation(
             *(profile, view, held, prediction, p90, sequences, self._random, self._turns, adapter),
-            among_others=age is not None,
+            peers_age_s=age,
+            waited=fleet.now - place.since if place else 0.0,
         )
-        optional = self._add_wait(situation, place)
+        self._add_wait(situation, place)
         if profile.objective.has_target:
-            waited = fleet.now - place.since if place else 0.0
-            situation.late = lateness(profile.objective, prediction, self.error_quantiles, waited)
+            situation.late = lateness(situation, self.error_quantiles)
         if owner is not None:
             choice = by_owner(owner, situation)
         else:
-            choice = self._choose(situation, policy)
-            if optional is not None:
-                choice = _without_idle_wait(choice, prediction, place, optional)
+            choice = self._choose(situation, policy, place)
         name = view.candidates.models[choice.first]
         self._turns[view.rows.item(choice.first)] = next(self._numbers)
         second = self._second(situation, choice, name)
         if age is not None and fleet.peers.stale:
             fallback = f"load of other routers ignored (newest digest {seconds(age)} old)"
-        replica = view.ids[choice.first]
-        return Decision(situation, choice, replica, second, name, age, fallback)
+        return Decision(situation, choice, view.ids[choice.first], second, name, fallback)
 
     def _candidates(
         self, profile: RequestProfile, among: frozenset[str] | None, response_visible: bool
@@ -113,9 +109,7 @@ class Router:
         """
         fleet = self.fleet
         view = fleet.view(profile.model, among, response_visible, profile.priority)
-        owner = (
-            fleet.response_owner(profile.previous_response) if profile.previous_response else None
-        )
+        owner = fleet.response_owner(profile.previous_response)
         if owner is None or owner in view.ids:
             return view, owner
         state = fleet.members.get(owner)
@@ -137,18 +131,17 @@ class Router:
         row = lengths.row(profile)
         return max(lengths.expected(row, bound), fewest), max(lengths.p90(row, bound), fewest)
 
-    def _add_wait(self, situation: Situation, place: Place | None) -> NDArray[np.bool_] | None:
+    def _add_wait(self, situation: Situation, place: Place | None) -> None:
         """Add to the prediction for each candidate the wait at the router: for room there, and for
-        the queued requests ahead. Return for which candidates the wait is optional
-        (:class:`~extproc.route.room.RoomWait`); None if nothing was added."""
-        backlog, peers = self._backlog, self.fleet.peers
+        the queued requests ahead."""
+        backlog = self._backlog
         queued: Floats | float = 0.0
-        if backlog is None or peers.stale:
-            return None
+        if backlog is None:
+            return
         view, prediction = situation.view, situation.prediction
         room = room_wait(situation)
         if room is None and not backlog:
-            return None
+            return
         wait, optional = room or RoomWait(np.zeros(len(view)), np.zeros(len(view), dtype=bool))
         wait *= self.fleet.reports_capacity(view.rows)
         if backlog:
@@ -159,18 +152,24 @@ class Router:
             for at in ((wait <= 0.0) | optional).nonzero()[0].tolist():
                 if backlog.reserves(view.rows.item(at), place):
                     wait[at], optional[at] = max(wait.item(at), SOONEST_S), False
-            queued, ahead_s = backlog.ahead(view, place, peers.queued)
+            queued, ahead_s = backlog.ahead(view, place, self.fleet.peers.queued)
             wait += ahead_s * (wait > 0.0)
         add_queue_wait(prediction, view, wait, queued)
-        return optional
+        situation.optional = optional
 
-    def _choose(self, situation: Situation, policy: str) -> Choice:
+    def _choose(self, situation: Situation, policy: str, place: Place | None) -> Choice:
+        last_chance = place is not None and place.last_chance
         choice = by_policy(policy if policy in POLICIES else self._default, situation)
         if situation.late is not None:
             choice = by_target(situation.late, situation, choice)
+        choice = _without_idle_wait(choice, situation, last_chance)
+        if situation.late is not None and situation.optional is not None:
+            situation.late[:] = lateness(situation, self.error_quantiles)  # may start now
         session = situation.profile.session
         home = self.fleet.sessions.owner(session) if session else None
-        return choice if home is None else by_session(home, self._session_cost_s, situation, choice)
+        if home is None or last_chance:
+            return choice
+        return by_session(home, self._session_cost_s, situation, choice)
 
     def _second(self, situation: Situation, choice: Choice, name: str) -> str | None:
         """Return the next best replica that knows the model by the name that the request will
@@ -281,22 +280,20 @@ class Router:
             self.error_quantiles.tpot.observe(predicted * forecast.stretch, seconds)
 
 
-def _without_idle_wait(
-    choice: Choice, prediction: Prediction, place: Place | None, optional: NDArray[np.bool_]
-) -> Choice:
+def _without_idle_wait(choice: Choice, situation: Situation, last_chance: bool) -> Choice:
     """Replace a choice for which the request would wait at the router without ending any sooner.
 
-    If the wait is ``optional``, the choice stays, and the request starts now: the policy has
+    If the wait is optional, the choice stays, and the request starts now: the policy has
     reasons for it, such as a cached prompt, although the request ends sooner elsewhere. Otherwise
     the new choice is the best candidate that can start the request now. On its last chance before a
     refusal, the request takes such a candidate even if it ends later there.
     """
-    starts, ends = prediction.queue <= 0.0, prediction.completion
-    if starts[choice.first]:
+    prediction, optional = situation.prediction, situation.optional
+    if optional is None or prediction.queue[choice.first] <= 0.0:
         return choice
+    starts, ends = prediction.queue <= 0.0, prediction.completion
     ends_there = np.where(starts, ends, np.inf)
     soonest = least(ends_there)
-    last_chance = place is not None and place.last_chance
     if soonest == np.inf or (ends[choice.first] < soonest and not last_chance):
         return choice
     if optional[choice.first]:

@@ -43,6 +43,7 @@ class Place:
         """``since``: arrival. ``decode_s``: predicted decode time. ``cost``: replica-seconds."""
         self.profile = profile
         self.model = profile.model
+        self.line = self.model, False  # True: the request waits for one replica alone
         self.key = self.priority, self.tenant = key_of(profile)
         self.since = since
         self.cost = cost
@@ -55,7 +56,7 @@ class Waiting(Place):
     """Queued request."""
 
     number = 0  # by arrival; set by the queue
-    unserved_since: float | None = None  # since when no replica may serve the request
+    unserved_since: float | None  # since when no replica may serve the request
 
     def __init__(
         self,
@@ -76,6 +77,7 @@ class Waiting(Place):
                 exception, or gives up (None: no replica serves the request). Raises nothing.
         """
         decode_s = cost = 0.0
+        self.unserved_since = None if decision else since
         self.why = "no replica can serve it now"  # for people
         if decision is not None:
             view, first = decision.situation.view, decision.choice.first
@@ -91,9 +93,9 @@ class Waiting(Place):
         """Record what the request waits for: the replica of ``decision``; None: any replica that
         serves the request."""
         self.decided_at = now
-        self.unserved_since = None if decision else self.unserved_since or now
         self.replica, self.row, self.tokens = "", None, 0.0
         self.retry_at = now + ANEW_S
+        self.line = self.model, decision is not None and decision.choice.bound
         self.usable = self._declined = frozenset[int]()  # rows of the fleet's table
         if decision is None:
             return
@@ -105,7 +107,7 @@ class Waiting(Place):
         self.usable = frozenset(view.rows.tolist())
         self._declined = frozenset(view.rows[prediction.queue <= 0.0].tolist())
         prompt = profile.prompt_tokens - prediction.cached.item(first)
-        reserve = 1.0 - full_at(self.priority, decision.peers_age_s is not None)
+        reserve = 1.0 - full_at(self.priority, decision.situation.peers_age_s is not None)
         self.tokens = prompt + profile.sequences * prediction.output_tokens  # of KV cache
         self.tokens += reserve * view.kv_capacity.item(first)
         if prediction.preemptible is not None:

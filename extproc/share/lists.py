@@ -81,8 +81,7 @@ class KnownLists:
                 completed.append(change)
             elif lists := known.get(change.lists):
                 self._last[change.state.id] = change.lists, lists
-                models, adapters = lists.models, lists.adapters
-                state = structs.replace(change.state, models=models, adapters=adapters)
+                state = structs.replace(change.state, models=lists.models, adapters=lists.adapters)
                 completed.append(Put(state))
         return completed
 

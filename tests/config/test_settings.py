@@ -344,11 +344,12 @@ def test_redis_is_one_server_or_sentinels_or_cluster(redis: str, shown: str, wri
     assert address(connect(loaded, "test")) == shown
 
 
-def test_redis_password_is_taken_as_it_is() -> None:
-    env = {"EXTPROC_REDIS__URL": "redis://joe@host:1/2", "EXTPROC_REDIS__PASSWORD": "p@/?#%41"}
+@pytest.mark.parametrize("password", ["p@/?#%41", "{p@}", "[p@", "[p@]:"])
+def test_redis_password_is_taken_as_it_is(password: str) -> None:
+    env = {"EXTPROC_REDIS__URL": "redis://joe@host:1/2", "EXTPROC_REDIS__PASSWORD": password}
     redis = load({}, env).redis
     assert redis.options["username"] == "joe"
-    assert redis.options["password"] == "p@/?#%41"
+    assert redis.options["password"] == password
     assert "p@" not in repr(redis)
 
 

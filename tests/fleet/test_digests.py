@@ -342,3 +342,25 @@ def test_queues_of_fresh_peers_count_up_to_a_limit_each(clock: ManualClock) -> N
     clock.advance(0.7)
     deliver(others[0], here, clock=clock)
     assert here.peers.queued(0, most=3.0) == 2.0
+
+
+def test_changed_queue_is_sent_without_requests_in_flight(clock: ManualClock) -> None:
+    here, other = routers(clock, 2)
+    queue = {replica(1): {0: 1.0}, replica(2): {0: 2.0}, replica(3): {1: 4.0}}
+    other.digests.queued = lambda: dict(queue)
+    deliver(other, here, clock=clock)
+    assert here.peers.queued(0, most=10.0) == 3.0
+    del queue[replica(1)]
+    queue[replica(2)] = {0: 5.0}
+    clock.advance(2 * EVERY_S)
+    digest = deliver(other, here, clock=clock)
+    assert digest is not None
+    assert digest.queued == {replica(1): {}, replica(2): {0: 5.0}}
+    assert [here.peers.queued(priority, most=10.0) for priority in (0, 1)] == [5.0, 4.0]
+    assert not here.peers.queued_for(replica(1))
+    clock.advance(0.3)
+    assert deliver(other, here, clock=clock) is None
+    clock.advance(0.2)
+    digest = deliver(other, here, clock=clock)
+    assert digest is not None
+    assert digest.queued == queue

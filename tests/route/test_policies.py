@@ -494,7 +494,7 @@ def test_decision_names_stale_digests_of_other_routers(clock: ManualClock) -> No
     clock.advance(0.05)
     fresh = decide(fleet, "completion", chat(100, 50))
     assert (fresh.replica, fresh.fallback) == (replica(2), "")
-    assert fresh.peers_age_s == pytest.approx(0.05)
+    assert fresh.situation.peers_age_s == pytest.approx(0.05)
     clock.advance(0.3)
     late = decide(fleet, "completion", chat(100, 50))
     assert late.fallback == "load of other routers ignored (newest digest 0.35 s old)"

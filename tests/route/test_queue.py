@@ -35,12 +35,14 @@ LARGE = 24_000  # prompt tokens: of 42,000 that a replica holds, two such reques
 class QueuedRouter:
     """A router and its queue, in front of replicas of equal speed."""
 
-    def __init__(self, replicas: int = 1, **settings: object) -> None:
+    def __init__(self, replicas: int = 1, session_cost_s: float = 0.0, **settings: object) -> None:
         self.clock = ManualClock()
         self.fleet: Fleet = fleet_of(self.clock, *[A10] * replicas)
         self.poll()
         self.queue = Queue(self.fleet, HoldSettings.model_validate(settings), self.clock)
-        self.router = Router(self.fleet, "completion", random.Random(1), backlog=self.queue.backlog)
+        self.router = Router(
+            self.fleet, "completion", random.Random(1), session_cost_s, self.queue.backlog
+        )
         self.dispatched: list[str] = []
         self.refused: dict[str, Exception] = {}
         self.running: dict[str, tuple[str, Ticket]] = {}
@@ -57,10 +59,11 @@ class QueuedRouter:
         model: str = MODEL,
         owner: int = 0,
         answer: int | None = 100,
+        session: str = "",
     ) -> Waiting | None:
         """Send a request; return its place in the queue, or None if the request starts."""
         profile = RequestProfile(Endpoint.CHAT, model, prompt, prompt, answer, tenant=tenant)
-        profile.least_output = answer or 0
+        profile.least_output, profile.session = answer or 0, session
         profile.objective = Objective(objective, priority, ttft_s=ttft_s, completion_s=completion_s)
         if owner:
             profile.previous_response = f"resp-{owner}"
@@ -266,19 +269,58 @@ def test_request_starts_on_a_slow_replica_before_it_is_refused(
     assert system.running[names[-1]][0] == replica(2)
 
 
-def test_prompts_ahead_keep_no_request_from_its_cached_prompt() -> None:
-    """The other replica would end sooner, and its eight requests would wait for the prefill."""
-    system = QueuedRouter(replicas=2)
+def test_session_waits_for_its_replica_until_it_would_be_refused() -> None:
+    system = QueuedRouter(replicas=2, session_cost_s=1000.0, longest_s=3)
+    system.send("first")
+    home, _ = system.running["first"]
+    system.fleet.sessions.record("s", home)
+    waiting = system.send("second", session="s")
+    assert waiting is not None
+    assert waiting.replica == home
+    system.pass_s(1.0)
+    assert system.dispatched == ["first"]
+    system.pass_s(1.0)
+    assert system.running["second"][0] != home
+    assert not system.refused
+
+
+def with_cached_prompt(system: QueuedRouter, ahead: int, decoding: int) -> RequestProfile:
+    """Return a request whose prompt replica 1 has cached, behind a prompt of ``ahead`` tokens.
+
+    On replica 2, ``decoding`` requests would wait for its prefill.
+    """
     fleet, keys = system.fleet, np.arange(10, dtype=np.uint64)
     cached = replace(chat(2000, 100), prefix=Prefix(keys, 200.0, 2000.0))
     fleet.first_token(fleet.dispatch(replica(1), cached))
-    for _ in range(8):
+    for _ in range(decoding):
         fleet.first_token(fleet.dispatch(replica(2), chat(100, 300)))
-    fleet.dispatch(replica(1), chat(4000, 100))
+    fleet.dispatch(replica(1), chat(ahead, 100))
+    return cached
+
+
+def test_prompts_ahead_keep_no_request_from_its_cached_prompt() -> None:
+    """The other replica would end sooner, and its eight requests would wait for the prefill."""
+    system = QueuedRouter(replicas=2)
+    cached = with_cached_prompt(system, ahead=4000, decoding=8)
     decision = decided(system.router, cached)
     assert (decision.replica, decision.wait_s) == (replica(1), 0.0)
     there, elsewhere = decision.prediction.completion
     assert there > elsewhere
+
+
+def test_request_that_starts_before_queued_ones_is_not_late_because_of_them() -> None:
+    system = QueuedRouter(replicas=2)
+    system.poll(models=(MODEL, "other"))
+    cached = with_cached_prompt(system, ahead=1200, decoding=20)
+    for number in range(10):
+        assert system.send(str(number), prompt=500, model="other", owner=1)
+    cached.objective = Objective(ttft_s=0.45, sheddable=True)
+    decision = decided(system.router, cached)
+    assert (decision.replica, decision.wait_s) == (replica(1), 0.0)
+    assert decision.predicted_ttft < 0.45
+    assert decision.why.startswith("1 of 2 meet its target; r1 finishes it in")
+    assert decision.situation.late is not None
+    assert decision.situation.late.min() < 0.0
 
 
 def test_queue_of_a_full_replica_does_not_reserve_an_idle_replica() -> None:
@@ -373,6 +415,21 @@ def test_expected_wait_counts_a_request_that_was_unserved_at_first() -> None:
     assert behind.wait_s > first.wait_s + 0.1
 
 
+def test_request_whose_replica_left_is_not_unserved_while_others_serve_its_model() -> None:
+    system = QueuedRouter(replicas=2)
+    for number in (1, 2):
+        system.send(f"first-{number}", owner=number)
+    for number in range(40):
+        system.send(str(number))
+    system.fleet.remove(replica(1))
+    system.queue.sweep()
+    assert not system.queue.unserved_by_model()
+    system.fleet.remove(replica(2))
+    for _ in range(10):
+        system.pass_s(0.1)
+    assert system.queue.unserved_by_model() == {MODEL: 40}
+
+
 def test_all_queued_requests_start_when_polls_stop() -> None:
     system = QueuedRouter()
     system.send("first")
@@ -382,6 +439,73 @@ def test_all_queued_requests_start_when_polls_stop() -> None:
     for _ in range(10):
         system.queue.sweep()
     assert len(system.queue) == 0
+
+
+def test_requests_stay_queued_while_another_router_is_silent() -> None:
+    system = QueuedRouter()
+    other = fleet_of(system.clock, A10)
+    other.dispatch(replica(1), chat(100))
+    digest = other.digests.due(system.clock())
+    assert digest is not None
+    system.fleet.receive_digest(digest)
+    system.fill()
+    system.send("second")
+    system.pass_s(0.5)
+    assert system.fleet.peers.stale
+    assert (system.dispatched, len(system.queue)) == (["first"], 1)
+
+
+@pytest.mark.parametrize("bound", [{"owner": 1}, {"session": "s"}])
+def test_request_that_waits_for_one_replica_keeps_no_tenant_from_others(
+    bound: dict[str, Any],
+) -> None:
+    system = QueuedRouter(replicas=2, session_cost_s=1000.0)
+    system.fleet.sessions.record("s", replica(1))
+    for number in (1, 2):
+        system.send(f"first-{number}", owner=number)
+    system.send("few", tenant="few", **bound)
+    for number in range(3):
+        system.send(f"many-{number}", tenant="many", owner=2)
+    for ended in ("first-2", "many-0", "many-1"):
+        system.end(ended)
+        system.pass_s(1.0)
+    assert system.dispatched[2:] == ["many-0", "many-1", "many-2"]
+
+
+@pytest.mark.parametrize("bound", [{"owner": 1}, {"session": "s"}])
+def test_request_behind_one_that_waits_for_one_replica_starts_on_another(
+    bound: dict[str, Any],
+) -> None:
+    system = QueuedRouter(replicas=2, session_cost_s=1000.0)
+    system.fleet.sessions.record("s", replica(1))
+    system.send("first-1", owner=1)
+    system.send("first-2", owner=2, answer=3_000)
+    first = system.send("bound", **bound)
+    other = system.send("other")
+    assert first is not None
+    assert other is not None
+    assert other.replica == replica(1)
+    waits_s = first.retry_at - system.clock()
+    system.end("first-2")
+    assert system.dispatched[2:] == ["other"]
+    system.pass_s(1.0)
+    assert first.retry_at - system.clock() < waits_s
+
+
+def test_tenant_pays_only_for_its_own_requests_when_its_last_one_starts() -> None:
+    system = QueuedRouter(replicas=2)
+    for number in (1, 2):
+        system.send(f"first-{number}", owner=number)
+    system.send("few-1", 30_000, "few", owner=1)
+    for number in range(4):
+        system.send(f"many-{number}", tenant="many", owner=2)
+    for ended in ("first-2", "many-0", "many-1", "first-1"):
+        system.end(ended)
+        system.pass_s(1.0)
+    assert system.dispatched[2:] == ["many-0", "many-1", "many-2", "few-1"]
+    system.send("few-2", tenant="few", owner=2)
+    system.end("many-2")
+    assert system.dispatched[-1] == "few-2"
 
 
 def test_share_of_a_frequent_tenant_is_remembered_among_many() -> None:
