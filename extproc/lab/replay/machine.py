@@ -153,7 +153,9 @@ class MachinePoller:
     def _scrape(self, now: float) -> ReplicaState:
         self._backoff.reset()
         figures = self._figures()
-        before = None if figures.steps < self._state.steps else self._state
+        restarted = figures.started_at != self._state.started_at
+        # Without `listed`, the models of the last state do not replace those of `base`.
+        before = None if restarted else structs.replace(self._state, listed=False)
         if self._believed and (before is None or self._estimator is None):
             self._estimator = Estimator(self._believed.expected_step(figures.kv_tokens))
         learned, measured = self.base.learned or self._machine.engine.step_model, True
@@ -171,6 +173,7 @@ class MachinePoller:
         lengths = self._machine.output_lengths
         return PageFigures(
             models=self.base.models,
+            asleep=self.base.asleep,
             max_loras=engine.adapters.slots if engine.adapters else 0,
             adapters_in_use=tuple(gauges.adapters),
             running=gauges.running,

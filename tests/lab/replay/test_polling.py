@@ -40,18 +40,25 @@ def test_polls_publish_the_frozen_gauges_of_an_aborted_engine(freezing: bool) ->
 def test_polls_publish_the_start_of_each_process() -> None:
     machine = Machine(address(1), hardware_profile(A10), Engine)
     poller = MachinePoller(machine, ReplicaState(id=address(1)), None, FleetPrior(), 0.2, Random(0))
+    for number in range(3):
+        machine.add(Sequence(number, 100, 500), 0.0)
+    machine.advance(1.0)
     before = poller.poll(1.0)
     machine.hangs(2.0)
     machine.comes_up(3.0)
     after_hang = poller.poll(4.0)
     machine.goes_down()
     machine.comes_up(5.0)
-    after = poller.poll(6.0)
+    machine.add(Sequence(3, 100, 500), 5.0)
+    machine.advance(10.0)
+    after = poller.poll(10.0)
     assert before is not None
     assert after_hang is not None
     assert after is not None
     assert after_hang.started_at == before.started_at > 0.0
     assert after.started_at == before.started_at + 5.0
+    assert after.steps > after_hang.steps
+    assert (after_hang.most_running, after.most_running) == (3, 1)
 
 
 @pytest.mark.parametrize("old", [True, False])
