@@ -22,7 +22,7 @@ def test_polls_publish_the_frozen_gauges_of_an_aborted_engine(freezing: bool) ->
     poller = MachinePoller(machine, base, None, FleetPrior(), 0.2, Random(0))
     sequences = [Sequence(number, 1000, 500) for number in range(3)]
     for sequence in sequences:
-        machine.add(sequence, 0.0)
+        machine.engine.add(sequence, 0.0)
     machine.advance(2.0)
     for sequence in sequences:
         machine.engine.abort(sequence, 2.0)
@@ -30,7 +30,7 @@ def test_polls_publish_the_frozen_gauges_of_an_aborted_engine(freezing: bool) ->
     state = poller.poll(60.0)
     assert state is not None
     assert (state.running, state.kv_usage > 0.0) == ((3, True) if freezing else (0, False))
-    machine.add(Sequence(9, 100, 1), 60.0)
+    machine.engine.add(Sequence(9, 100, 1), 60.0)
     machine.advance(61.0)
     state = poller.poll(61.0)
     assert state is not None
@@ -41,7 +41,7 @@ def test_polls_publish_the_start_of_each_process() -> None:
     machine = Machine(address(1), hardware_profile(A10), Engine)
     poller = MachinePoller(machine, ReplicaState(id=address(1)), None, FleetPrior(), 0.2, Random(0))
     for number in range(3):
-        machine.add(Sequence(number, 100, 500), 0.0)
+        machine.engine.add(Sequence(number, 100, 500), 0.0)
     machine.advance(1.0)
     before = poller.poll(1.0)
     machine.hangs(2.0)
@@ -49,7 +49,7 @@ def test_polls_publish_the_start_of_each_process() -> None:
     after_hang = poller.poll(4.0)
     machine.goes_down()
     machine.comes_up(5.0)
-    machine.add(Sequence(3, 100, 500), 5.0)
+    machine.engine.add(Sequence(3, 100, 500), 5.0)
     machine.advance(10.0)
     after = poller.poll(10.0)
     assert before is not None
@@ -65,9 +65,9 @@ def test_polls_publish_the_start_of_each_process() -> None:
 def test_polls_of_old_counters_count_cached_tokens_before_their_prompt(old: bool) -> None:
     machine = Machine(address(1), hardware_profile(A10), partial(Engine, old_counters=old))
     poller = MachinePoller(machine, ReplicaState(id=address(1)), None, FleetPrior(), 0.2, Random(0))
-    machine.add(Sequence(1, 320, 1, range(20)), 0.0)
+    machine.engine.add(Sequence(1, 320, 1, range(20)), 0.0)
     machine.advance(10.0)
-    machine.add(Sequence(2, 4000, 1, range(20)), 10.0)  # takes two steps
+    machine.engine.add(Sequence(2, 4000, 1, range(20)), 10.0)  # takes two steps
     machine.advance(10.0)
     assert machine.step_ends_at is not None
     machine.advance(machine.step_ends_at)
