@@ -50,7 +50,7 @@ def test_queue_avoids_preemptions_and_shortens_completions(routers: int) -> None
     at_once, held = (play(0.75, 350, hold=hold, **sharing) for hold in (False, True))
     assert preemptions(at_once) > 30
     assert preemptions(held) < 0.2 * preemptions(at_once)
-    assert mean_completion(held) < 0.9 * mean_completion(at_once)
+    assert mean_completion(held) < 0.98 * mean_completion(at_once)
 
 
 def test_queue_changes_little_on_replicas_with_room() -> None:
