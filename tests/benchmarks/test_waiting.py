@@ -10,6 +10,7 @@ import pytest
 from benchmarks import trace
 from benchmarks.discrete import FleetSimulation
 from benchmarks.fleet import FleetFile
+from benchmarks.summary import summary
 from benchmarks.trace import TracedRequest
 from extproc.lab.replay.routers import Served
 from extproc.route.backlog import LEAD_S
@@ -57,6 +58,16 @@ def test_queue_changes_little_on_replicas_with_room() -> None:
     """Requests wait while the prompts ahead take over 0.2 s; then they go to any replica."""
     at_once, held = (play(0.3, 200, hold=hold) for hold in (False, True))
     assert mean_completion(held) == pytest.approx(mean_completion(at_once), rel=0.01)
+
+
+def test_prediction_is_compared_with_the_time_after_the_wait_at_the_router() -> None:
+    """Two replicas of which each has room for one of the four prompts."""
+    requests = [TracedRequest(0.1 * number, 24_000, 100, None) for number in range(4)]
+    known = frozenset({"lengths", "coefficients"})
+    simulation = FleetSimulation(a10s(2), "completion", hold=True, know=known)
+    served = list(simulation.run(requests))
+    assert [request.queued_s > 5.0 for request in served] == [False, False, True, True]
+    assert summary(simulation, served)["prediction"]["e2e_mape"] < 0.01
 
 
 def test_requests_are_queued_beside_a_replica_that_hangs() -> None:

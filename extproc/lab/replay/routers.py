@@ -97,6 +97,11 @@ class Served:
         return self.finished - self.traced.at + self.frontend
 
     @property
+    def queued_s(self) -> float:
+        """Seconds in the router's queue."""
+        return self.sent - self.traced.at
+
+    @property
     def in_time(self) -> bool:
         objective = self.arrival.objective
         return self.ttft <= objective.ttft_s and self.completion <= objective.completion_s
@@ -169,12 +174,11 @@ class RouterNode:
         if not served.response_visible:
             self.router.learn_counted(forecast, replica, ended, None)
             return
-        waited = served.sent - served.traced.at
-        completion = served.completion - waited
-        ttft = served.ttft - waited if streamed else None
+        completion = served.completion - served.queued_s
         if replica == forecast.replica:
             error = self.router.error_quantiles.completion
             error.observe(forecast.predicted_completion, completion)
+        ttft = served.ttft - served.queued_s if streamed else None
         self.router.learn(forecast, replica, tokens, completion, ttft)
 
     def queue_freed(self, served: Served) -> None:
