@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from itertools import count
+from math import inf
 from random import Random
 from typing import Any
 
@@ -81,9 +82,8 @@ class Loaded:
             self._tickets[number] = self.fleet.dispatch(replica(1), chat(self._prompt, TOKENS))
             tokens = self._random.randint(1, TOKENS)
             self.machine.engine.add(Sequence(number, self._prompt, tokens), self.clock.time)
-        if self.machine.step_ends_at is None:
+        if self.machine.step_ends_at == inf:
             self.machine.advance(self.clock.time)
-        assert self.machine.step_ends_at is not None
         return self.machine.step_ends_at
 
 

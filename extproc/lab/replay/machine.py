@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
+from math import inf
 from random import Random
 
 from msgspec import structs
@@ -47,10 +48,10 @@ class Machine:
         return self.up and not self.hung
 
     @property
-    def step_ends_at(self) -> float | None:
-        """End of the step in progress; None without a step, or while the machine hangs."""
+    def step_ends_at(self) -> float:
+        """End of the step in progress; infinite without a step, or while the machine hangs."""
         step = self.engine.step
-        return None if step is None or self.hung else step.ends_at
+        return inf if step is None or self.hung else step.ends_at
 
     def slow(self, factor: float) -> None:
         self._slow = factor

@@ -163,7 +163,7 @@ class RouterNode:
             self.router.learn_first_token(forecast, served.replica, ttft)
 
     def ended(self, served: Served) -> None:
-        """Release a request and learn from its answer."""
+        """Release a request; learn from its answer, and offer its place to queued requests."""
         tokens, streamed = served.sequence.output_tokens, served.profile.stream
         if served.counted:
             self._chunks.spend(tokens - served.decision.prediction.output_tokens)
@@ -171,18 +171,16 @@ class RouterNode:
         forecast, replica = served.decision.forecast(), served.replica
         if served.finished is None:
             return
-        if not served.response_visible:
+        if served.response_visible:
+            completion = served.completion - served.queued_s
+            if replica == forecast.replica:
+                error = self.router.error_quantiles.completion
+                error.observe(forecast.predicted_completion, completion)
+            ttft = served.ttft - served.queued_s if streamed else None
+            self.router.learn(forecast, replica, tokens, completion, ttft)
+        else:
             self.router.learn_counted(forecast, replica, ended, None)
-            return
-        completion = served.completion - served.queued_s
-        if replica == forecast.replica:
-            error = self.router.error_quantiles.completion
-            error.observe(forecast.predicted_completion, completion)
-        ttft = served.ttft - served.queued_s if streamed else None
-        self.router.learn(forecast, replica, tokens, completion, ttft)
-
-    def queue_freed(self, served: Served) -> None:
-        self.queue.request_ended(served.replica)
+        self.queue.request_ended(replica)
 
 
 RouterEvent = Callable[[RouterNode, Served], None]

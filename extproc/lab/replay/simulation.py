@@ -186,17 +186,14 @@ class Simulation(ABC):
 
     def _advance(self, until: float) -> Iterator[Served]:
         """Runs all engines up to ``until``, one step at a time while requests wait at routers."""
-        while self._queued and (step_ends := self._next_step()) < until:
+        machines = self.machines.values()
+        while self._queued and (step_ends := min(each.step_ends_at for each in machines)) < until:
             yield from self._run_engines(step_ends)
             if step_ends >= self._sweep_at:
                 self._sweep_at = step_ends + SWEEP_EVERY_S
                 for node in self._routers.nodes:
                     node.queue.sweep()
         yield from self._run_engines(until)
-
-    def _next_step(self) -> float:
-        ends = (machine.step_ends_at for machine in self.machines.values())
-        return min((end for end in ends if end is not None), default=inf)
 
     def _run_engines(self, until: float) -> Iterator[Served]:
         found = chain.from_iterable(machine.advance(until) for machine in self.machines.values())
@@ -223,7 +220,6 @@ class Simulation(ABC):
                 self._answer(served, ok=True)
                 self._routers.notify(served, RouterNode.ended)
                 yield served
-                self._routers.notify(served, RouterNode.queue_freed)
 
     def _poll(self) -> None:
         for poller in self._pollers:
