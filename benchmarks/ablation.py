@@ -5,7 +5,8 @@
 To switch off a part, a neutral function or constant replaces it. A cell is a fleet and a trace,
 which is cut into ten segments, each with its own seed. Each segment is played once with all parts,
 and once without each part. The table has the differences in %, with the 95% interval over the ten
-segments. DIR stores finished runs by commit; a stored run is not played again.
+segments. DIR stores finished runs by commit; a stored run is not played again, unless files differ
+from their commit.
 """
 
 import argparse
@@ -285,7 +286,10 @@ def rows(found: Mapping[str, Sequence[Figures]], parts: Sequence[str]) -> Iterat
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     origin = about("benchmarks.ablation", argv)
-    folder = args.json and args.json / (origin["commit"] or "no commit")
+    commit = origin["commit"] or "-dirty"
+    # Files that differ from their commit may change until the next run.
+    name = f"{commit} {origin['date']}" if commit.endswith("-dirty") else commit
+    folder = args.json and args.json / name
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
     tasks = [*product(args.cells, range(PAIRS))]

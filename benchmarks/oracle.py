@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from math import inf
 from random import Random
 
 import numpy as np
@@ -101,7 +102,7 @@ class Oracle(Routers):
     def _with_step_ends(self, prediction: Prediction, machines: Items[Machine]) -> Prediction:
         """Adds the time that each engine's current step still takes to the predicted times."""
         ends = [machine.step_ends_at for machine in machines]
-        rest = np.array([0.0 if end is None else end - self._clock() for end in ends])
+        rest = np.array([0.0 if end == inf else end - self._clock() for end in ends])
         return structs.replace(
             prediction,
             admission=prediction.admission + rest,

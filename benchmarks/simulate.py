@@ -60,7 +60,8 @@ def _compare(
     if phase != CountedPhase():
         print(phase)
     print(header())
-    oracle = _best_oracle(fleet_file, args.seed, requests, phase) if args.oracle else None
+    with_oracle = args.oracle and not args.adapters  # the oracle knows no adapters
+    oracle = _best_oracle(fleet_file, args.seed, requests, phase) if with_oracle else None
     if oracle:
         print(row(oracle.run, oracle.took), flush=True)
     options = {
@@ -173,7 +174,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--ignore-targets", action="store_true", help=ignored)
     tenants = "ratio of the requests of several tenants [a single tenant]"
     add("--tenants", type=arguments.counts, default=[], metavar="N,M", help=tenants)
-    adapters = "LoRA adapters; the k-th has 1/k as many requests as the model itself [0]"
+    adapters = "LoRA adapters; the k-th has 1/k as many requests as the model itself; no oracle [0]"
     add("--adapters", type=arguments.count, default=0, metavar="N", help=adapters)
     known, know = arguments.some_of(KNOWN), "knowledge to give the router beyond production's"
     add("--know", type=known, default=[], metavar=",".join(KNOWN), help=know)

@@ -45,8 +45,9 @@ def summary(
         raise ValueError(f"{simulation.policy}: none of the {phase} was answered")
     e2e = np.array([request.completion for request in served])
     predicted = np.array([request.decision.predicted_completion for request in served])
+    since_sent = e2e - np.array([request.queued_s for request in served])
     stays = (
-        (request.replica, request.traced.at, request.traced.at + request.completion)
+        (request.replica, request.sent, request.traced.at + request.completion)
         for request in served
     )
     every = _work(served, failed)
@@ -61,8 +62,8 @@ def summary(
         "imbalance": imbalance(stays, simulation.fleet_file.speeds),
         "preemptions": every["preemptions"],
         "prediction": {
-            "e2e_mape": float(np.median(np.abs(predicted - e2e) / e2e)),
-            "rank_corr": rank_correlation(predicted, e2e),
+            "e2e_mape": float(np.median(np.abs(predicted - since_sent) / since_sent)),
+            "rank_corr": rank_correlation(predicted, since_sent),
         },
         "groups": _groups(served),
         "per_replica": {
@@ -146,6 +147,7 @@ def _served(request: Served, policy: str) -> dict[str, Any]:
         "output_tokens": request.traced.output_tokens,
         "group": request.group,
         "streamed": request.profile.stream,
+        "queued_s": request.queued_s,
         "ttft_s": request.ttft,
         "completion_s": request.completion,
         "replica": request.replica,

@@ -13,7 +13,7 @@ from pathlib import Path
 from prometheus_client.samples import Sample
 
 from benchmarks.compare.contenders import ComparedFleet, Front, Requests, Servers
-from extproc.lab.harness.pages import get_json, get_samples
+from extproc.lab.harness.pages import get_json, get_text, samples_of
 from extproc.lab.harness.processes import Process, flags, pick_ports
 
 INSTALLED = Path(__file__).parents[2] / ".peers"  # of `make peers`
@@ -103,8 +103,8 @@ class ProxyContender:
             return await _healthy(url) == len(servers)
 
         async def complaints(requests: Requests) -> list[str]:
-            samples = await get_samples(f"http://127.0.0.1:{ports['metrics']}/metrics")
-            found = self._complaints(samples, len(requests))
+            page = await get_text(f"http://127.0.0.1:{ports['metrics']}/metrics")
+            found = self._complaints(samples_of(page), len(requests))
             if (healthy := await _healthy(url)) != len(servers):
                 found.append(f"{name} uses {healthy} of {len(servers)} replicas")
             return found

@@ -15,7 +15,7 @@ from prometheus_client.samples import Sample
 from benchmarks.compare.contenders import ComparedFleet, Front, Requests, Servers
 from benchmarks.compare.envoy import envoy_stats, start_envoy
 from extproc.lab.harness.envoy_config import Bootstrap, endpoints, socket_address
-from extproc.lab.harness.pages import get_samples
+from extproc.lab.harness.pages import get_text, samples_of
 from extproc.lab.harness.processes import Process, listening, pick_ports
 
 
@@ -92,9 +92,9 @@ class PickerContender:
         arguments, env = self._product.command(self._policy, fleet.model, servers, ports, directory)
 
         async def account() -> PickerAccount:
-            samples = await get_samples(f"http://127.0.0.1:{ports['http']}/metrics")
+            page = await get_text(f"http://127.0.0.1:{ports['http']}/metrics")
             text = log.read_text(errors="replace")
-            return self._product.account(self._policy, samples, text, servers)
+            return self._product.account(self._policy, samples_of(page), text, servers)
 
         async def ready() -> bool:
             if not await listening(ports["grpc"])():

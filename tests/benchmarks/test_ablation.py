@@ -104,9 +104,15 @@ def test_segments_are_disjoint_and_cover_the_trace() -> None:
     assert max(request.at for segment in segments for request in segment) <= whole[-1].at / PAIRS
 
 
-def test_finished_runs_are_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("commit", ["0f3e", "0f3e-dirty", None])
+def test_only_finished_runs_of_a_commit_are_not_repeated(
+    commit: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    dates = (f"2026-11-28T12:00:0{second}+00:00" for second in range(2))
+    monkeypatch.setattr(ablation, "about", lambda *_: {"commit": commit, "date": next(dates)})
     monkeypatch.setattr(ablation, "PAIRS", 2)
     options = ["--cells", "mooncake", "--parts", "near ties", "--requests", "9", "--jobs", "1"]
     arguments = [*options, "--json", str(tmp_path)]
@@ -121,6 +127,10 @@ def test_finished_runs_are_not_repeated(
         raise AssertionError("simulated again")
 
     monkeypatch.setattr(ablation.Cell, "play", never)
+    if commit != "0f3e":
+        with pytest.raises(AssertionError, match="simulated again"):
+            ablation.main(arguments)
+        return
     assert ablation.main(arguments) == 0
     assert capsys.readouterr().out == first
 

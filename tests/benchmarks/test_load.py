@@ -16,7 +16,7 @@ from benchmarks.load.__main__ import main
 from benchmarks.load.plan import OBJECTIVE_HEADER, Counting, LoadTarget, Planned, plan, with_urgent
 from benchmarks.load.summary import Effort, record, summary, table
 from benchmarks.trace import TracedRequest
-from extproc.lab.harness.pages import get_samples
+from extproc.lab.harness.pages import get_text, samples_of
 from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.traffic import Answer, Client
 from tests.benchmarks.conftest import CONVERSATION, complaint_of
@@ -184,7 +184,7 @@ def test_parts_are_consecutive_and_a_seed_repeats_prompts(tmp_path: Path, replic
 
 
 def cached_tokens(replica: str) -> float:
-    samples = asyncio.run(get_samples(f"{replica}/metrics"))
+    samples = samples_of(asyncio.run(get_text(f"{replica}/metrics")))
     return next(each.value for each in samples if each.name == "vllm:prefix_cache_hits_total")
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 
@@ -10,7 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from benchmarks.overhead import __main__ as overhead
-from benchmarks.overhead.client import LoadGenerator, request
+from benchmarks.overhead.client import ClientReport, LoadGenerator, request
 from benchmarks.overhead.stack import Setup
 
 CHUNKED = (
@@ -58,6 +59,22 @@ async def test_client_finds_the_end_of_a_chunked_answer(size: int) -> None:
         report = await LoadGenerator(port, request()).at_once(5, seconds=0.0)
         await asyncio.gather(*(ended.wait() for ended in closed))
     assert (report.answered, report.failed) == (5, 0)
+
+
+def test_added_latency_is_relative_to_envoy_alone_in_the_same_round(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    latencies_ms = iter([1.0, 3.0, 5.0, 2.0, 5.0, 8.0])
+
+    async def measure(stack: object, name: str, *_: object) -> overhead.SetupFigures:
+        report = ClientReport(1, 0, 1.0, 1, *[next(latencies_ms)] * 3)
+        return overhead.SetupFigures(name, report, report, report, 1.0, 1.0)
+
+    monkeypatch.setattr(overhead, "_measure", measure)
+    monkeypatch.setattr(overhead, "OverheadStack", lambda *_: nullcontext())
+    assert overhead.main(["--replicas", "8", "--rounds", "2"]) == 0
+    rows = [line.split()[-8:] for line in capsys.readouterr().out.splitlines()[4:]]
+    assert [row[1] for row in rows] == ["0.00", "2.00", "4.00", "0.00", "3.00", "6.00"]
 
 
 @pytest.mark.process

@@ -145,6 +145,11 @@ def test_distance_to_oracle_is_printed(
     assert f"{ratio:.2f}" in capsys.readouterr().out
 
 
+def test_oracle_is_skipped_with_adapters_which_it_does_not_know(simulate: Simulate) -> None:
+    (run,) = simulate("--adapters", "3", "--requests", "20", fleet_file=FLEETS / "adapters.yaml")
+    assert run["summary"]["policy"] == "completion"
+
+
 def test_router_that_knows_step_times_ignores_a_wrong_profile() -> None:
     def replicas(profile_error: float) -> list[str]:
         options: dict[str, Any] = {"know": {"coefficients"}, "profile_error": profile_error}

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from itertools import count
+from math import inf
 from random import Random
 from typing import Any
 
@@ -69,8 +70,8 @@ class Loaded:
 
     def _run_until(self, until: float) -> None:
         while (ends_at := self._next_step()) <= until:
-            for at, outcome in self.machine.advance(ends_at):
-                self.clock.time = at
+            for outcome in self.machine.advance(ends_at):
+                self.clock.time = outcome.ends_at
                 for sequence in outcome.finished:
                     self.fleet.release(self._tickets.pop(sequence.id))
         self.clock.time = until
@@ -80,10 +81,9 @@ class Loaded:
             number = next(self._numbers)
             self._tickets[number] = self.fleet.dispatch(replica(1), chat(self._prompt, TOKENS))
             tokens = self._random.randint(1, TOKENS)
-            self.machine.add(Sequence(number, self._prompt, tokens), self.clock.time)
-        if self.machine.step_ends_at is None:
+            self.machine.engine.add(Sequence(number, self._prompt, tokens), self.clock.time)
+        if self.machine.step_ends_at == inf:
             self.machine.advance(self.clock.time)
-        assert self.machine.step_ends_at is not None
         return self.machine.step_ends_at
 
 

@@ -24,11 +24,6 @@ async def get_json(url: str) -> Any:
     return json.loads(await get_text(url) or "null")
 
 
-async def get_samples(url: str) -> list[Sample]:
-    """Return the samples of the metrics page at a URL; empty if it cannot be read."""
-    return samples_of(await get_text(url))
-
-
 def samples_of(text: str) -> list[Sample]:
     """Return the samples of a metrics page."""
     return [sample for family in text_string_to_metric_families(text) for sample in family.samples]

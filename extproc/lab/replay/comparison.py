@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
-from numpy.typing import NDArray
 
 from extproc.lab.replay.figures import FIGURES, distribution
 from extproc.lab.replay.play import Played
@@ -48,22 +48,17 @@ class Difference:
         return self.after - self.before
 
 
-def recorded(scene: Scene) -> Played:
-    """Return TTFT, completion and replica of each request as recorded; times since dispatch."""
-    requests = scene.requests
-    ttft, completion = (np.array([getattr(each, kind) for each in requests]) for kind in KINDS)
-    return Played(ttft, completion, [request.replica for request in requests])
-
-
 def counted(scene: Scene, kind: str = "completion_s") -> Indices:
     """Return the indices of the requests that figures of this kind count: completed and refused
     requests, except near both ends of the record. Figures of TTFT count only streams."""
-    at, truth = _times(scene), recorded(scene)
+    at = _times(scene)
     edge = min(scene.lasts_s * _EDGE, _LONGEST_EDGE_S)
-    seen: NDArray[np.bool_] = np.isfinite(truth.completion_s) | (np.array(truth.replicas) == "")
-    if kind == "ttft_s":
-        seen &= np.array([request.profile.stream for request in scene.requests])
-    return (seen & (at >= edge) & (at <= scene.lasts_s - edge)).nonzero()[0]
+    seen = [
+        (isfinite(each.completion_s) or not each.replica)
+        and (each.profile.stream or kind != "ttft_s")
+        for each in scene.requests
+    ]
+    return (np.array(seen) & (at >= edge) & (at <= scene.lasts_s - edge)).nonzero()[0]
 
 
 def fits(scene: Scene, replayed: Played) -> dict[str, Fit]:
@@ -72,9 +67,11 @@ def fits(scene: Scene, replayed: Played) -> dict[str, Fit]:
     Raises:
         ValueError: no completed request is far enough from the ends of the record.
     """
-    found, truth = {}, recorded(scene)
+    found = {}
     for kind in KINDS:
-        real, played = (getattr(times, kind)[counted(scene, kind)] for times in (truth, replayed))
+        among = counted(scene, kind)
+        real = np.array([getattr(each, kind) for each in scene.requests])[among]
+        played = getattr(replayed, kind)[among]
         both = np.isfinite(real) & np.isfinite(played)
         expected, actual = distribution(real[both]), distribution(played[both])
         if expected and actual:

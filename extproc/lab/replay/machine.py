@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
+from math import inf
 from random import Random
 
 from msgspec import structs
@@ -10,7 +11,7 @@ from msgspec import structs
 from extproc.ground.runtime import Backoff
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.metrics import TOKENS
-from extproc.lab.simulator.steps import Histogram, Sequence, StepOutcome
+from extproc.lab.simulator.steps import Histogram, StepOutcome
 from extproc.poll.batch import scraped_state
 from extproc.poll.metrics_text import PageFigures
 from extproc.predict.estimator import Estimator, FleetPrior
@@ -24,10 +25,7 @@ _LONGEST_PAUSE_S = 2.0  # between failing scrapes; the default of production
 
 class Machine:
     """Engine that can become slow, hang or go down. Callers :meth:`advance` the engine to the time
-    of an event before they apply the event.
-
-    A hang stops the engine's clock, which afterwards lags behind the simulation's clock.
-    """
+    of an event before they apply the event. A hang prolongs the step in progress."""
 
     def __init__(
         self, name: str, profile: HardwareProfile, make: Callable[[HardwareProfile], Engine]
@@ -50,9 +48,10 @@ class Machine:
         return self.up and not self.hung
 
     @property
-    def step_ends_at(self) -> float | None:
+    def step_ends_at(self) -> float:
+        """End of the step in progress; infinite without a step, or while the machine hangs."""
         step = self.engine.step
-        return None if step is None else step.ends_at + self._behind
+        return inf if step is None or self.hung else step.ends_at
 
     def slow(self, factor: float) -> None:
         self._slow = factor
@@ -68,7 +67,6 @@ class Machine:
         self.engine.slow_down(self._slow)
         self.output_lengths = Histogram(TOKENS)  # as on the metrics page, like the next two
         self.prefill_s = self.decode_s = 0.0
-        self._behind = 0.0
         self._hung_at: float | None = None
         self.up = False  # the process runs, and accepts connections
 
@@ -83,26 +81,22 @@ class Machine:
             self.up = True
             self.started_at = _EPOCH + now  # Unix time of the process's start
         if self._hung_at is not None:
-            self._behind += now - self._hung_at
+            if (step := self.engine.step) is None:
+                self.engine.schedule(now)
+            else:
+                step.ends_at += now - self._hung_at
             self._hung_at = None
 
-    def add(self, sequence: Sequence, now: float) -> None:
-        """Queue a sequence; raises ValueError if it never fits into the KV cache."""
-        then = now if self._hung_at is None else self._hung_at
-        self.engine.add(sequence, then - self._behind)
-
-    def advance(self, until: float) -> list[tuple[float, StepOutcome]]:
-        """Run every step that ends by ``until``; return the outcomes with their times."""
-        if not self.works:
-            return []
-        outcomes = self.engine.advance(until - self._behind)
+    def advance(self, until: float) -> list[StepOutcome]:
+        """Run every step that ends by ``until``; return the outcomes."""
+        outcomes = self.engine.advance(until) if self.works else []
         for sequence in chain.from_iterable(outcome.finished for outcome in outcomes):
             self.output_lengths.observe(sequence.output_tokens)
             admitted, first, end = sequence.admitted, sequence.first_token, sequence.finished
             if admitted is not None and first is not None and end is not None:
                 self.prefill_s += first - admitted
                 self.decode_s += end - first
-        return [(outcome.ends_at + self._behind, outcome) for outcome in outcomes]
+        return outcomes
 
 
 class MachinePoller:
@@ -153,7 +147,9 @@ class MachinePoller:
     def _scrape(self, now: float) -> ReplicaState:
         self._backoff.reset()
         figures = self._figures()
-        before = None if figures.steps < self._state.steps else self._state
+        restarted = figures.started_at != self._state.started_at
+        # Without `listed`, the models of the last state do not replace those of `base`.
+        before = None if restarted else structs.replace(self._state, listed=False)
         if self._believed and (before is None or self._estimator is None):
             self._estimator = Estimator(self._believed.expected_step(figures.kv_tokens))
         learned, measured = self.base.learned or self._machine.engine.step_model, True
@@ -171,6 +167,7 @@ class MachinePoller:
         lengths = self._machine.output_lengths
         return PageFigures(
             models=self.base.models,
+            asleep=self.base.asleep,
             max_loras=engine.adapters.slots if engine.adapters else 0,
             adapters_in_use=tuple(gauges.adapters),
             running=gauges.running,

@@ -97,6 +97,11 @@ class Served:
         return self.finished - self.traced.at + self.frontend
 
     @property
+    def queued_s(self) -> float:
+        """Seconds in the router's queue."""
+        return self.sent - self.traced.at
+
+    @property
     def in_time(self) -> bool:
         objective = self.arrival.objective
         return self.ttft <= objective.ttft_s and self.completion <= objective.completion_s
@@ -158,7 +163,7 @@ class RouterNode:
             self.router.learn_first_token(forecast, served.replica, ttft)
 
     def ended(self, served: Served) -> None:
-        """Release a request and learn from its answer."""
+        """Release a request; learn from its answer, and offer its place to queued requests."""
         tokens, streamed = served.sequence.output_tokens, served.profile.stream
         if served.counted:
             self._chunks.spend(tokens - served.decision.prediction.output_tokens)
@@ -166,19 +171,16 @@ class RouterNode:
         forecast, replica = served.decision.forecast(), served.replica
         if served.finished is None:
             return
-        if not served.response_visible:
+        if served.response_visible:
+            completion = served.completion - served.queued_s
+            if replica == forecast.replica:
+                error = self.router.error_quantiles.completion
+                error.observe(forecast.predicted_completion, completion)
+            ttft = served.ttft - served.queued_s if streamed else None
+            self.router.learn(forecast, replica, tokens, completion, ttft)
+        else:
             self.router.learn_counted(forecast, replica, ended, None)
-            return
-        waited = served.sent - served.traced.at
-        completion = served.completion - waited
-        ttft = served.ttft - waited if streamed else None
-        if replica == forecast.replica:
-            error = self.router.error_quantiles.completion
-            error.observe(forecast.predicted_completion, completion)
-        self.router.learn(forecast, replica, tokens, completion, ttft)
-
-    def queue_freed(self, served: Served) -> None:
-        self.queue.request_ended(served.replica)
+        self.queue.request_ended(replica)
 
 
 RouterEvent = Callable[[RouterNode, Served], None]

@@ -3,9 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
-from itertools import count
+from itertools import chain, count
 from math import inf
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from extproc.lab.replay import Traced
 from extproc.lab.replay.machine import Machine, MachinePoller
@@ -138,7 +138,7 @@ class Simulation(ABC):
             for sequence in served.sequences:
                 sequence.id = next(self._ids)
                 self._requests[sequence.id] = served
-                machine.add(sequence, self.clock())
+                machine.engine.add(sequence, self.clock())
         except ValueError:  # does not fit into the KV cache: the replica refuses it
             self._answer(served, ok=True)
             self._fail(served)
@@ -186,7 +186,8 @@ class Simulation(ABC):
 
     def _advance(self, until: float) -> Iterator[Served]:
         """Runs all engines up to ``until``, one step at a time while requests wait at routers."""
-        while self._queued and (step_ends := self._next_step()) < until:
+        machines = self.machines.values()
+        while self._queued and (step_ends := min(each.step_ends_at for each in machines)) < until:
             yield from self._run_engines(step_ends)
             if step_ends >= self._sweep_at:
                 self._sweep_at = step_ends + SWEEP_EVERY_S
@@ -194,16 +195,11 @@ class Simulation(ABC):
                     node.queue.sweep()
         yield from self._run_engines(until)
 
-    def _next_step(self) -> float:
-        ends = (machine.step_ends_at for machine in self.machines.values())
-        return min((end for end in ends if end is not None), default=inf)
-
     def _run_engines(self, until: float) -> Iterator[Served]:
-        outcomes = [pair for machine in self.machines.values() for pair in machine.advance(until)]
-        outcomes.sort(key=itemgetter(0))
-        for at, outcome in outcomes:
-            self._routers.deliver(at)
-            self.clock.time = at
+        found = chain.from_iterable(machine.advance(until) for machine in self.machines.values())
+        for outcome in sorted(found, key=attrgetter("ends_at")):
+            self._routers.deliver(outcome.ends_at)
+            self.clock.time = outcome.ends_at
             yield from self._handle(outcome)
         self._routers.deliver(until)
         self.clock.time = until
@@ -224,7 +220,6 @@ class Simulation(ABC):
                 self._answer(served, ok=True)
                 self._routers.notify(served, RouterNode.ended)
                 yield served
-                self._routers.notify(served, RouterNode.queue_freed)
 
     def _poll(self) -> None:
         for poller in self._pollers:

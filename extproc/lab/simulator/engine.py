@@ -28,10 +28,11 @@ class Engine:
     sequence gets a token, and the unfinished prefill gets a chunk. The step then admits waiting
     sequences in order, until the token budget or the number of sequences is used up, or until a
     sequence does not fit into the free KV blocks. If blocks run out, the sequences admitted last
-    are preempted: they lose their blocks and wait at the head of the queue. A step that preempts
-    admits no sequence. Scheduling by priority sorts the queue, and preempts the sequences that rank
-    last; waiting sequences never preempt running ones. If the adapter of a waiting sequence finds
-    no slot, the sequences behind it may be admitted before it.
+    are preempted: they wait at the head of the queue, and later compute anew only those of their
+    blocks that other sequences have taken. A step that preempts admits no sequence. Scheduling by
+    priority sorts the queue, and preempts the sequences that rank last; waiting sequences never
+    preempt running ones. If the adapter of a waiting sequence finds no slot, the sequences behind
+    it may be admitted before it.
 
     Simulating a decoding step takes the same time for any number of sequences: the engine keeps the
     sum of KV tokens, how many sequences need a block in each of the next steps, and the last step
@@ -283,6 +284,8 @@ class Engine:
             last = max(chain(self._decoding.values(), self._prefilling.values()), key=_rank)
         else:
             last = next(reversed((self._prefilling or self._decoding).values()))
+        if self.prefix_caching:
+            self._name_blocks(last)
         self._stop(last)
         last.preemptions += 1
         self.counters.preemptions += 1
@@ -290,6 +293,16 @@ class Engine:
             insort(self._waiting, last, key=_rank)
         else:
             self._waiting.appendleft(last)
+
+    def _name_blocks(self, sequence: Sequence) -> None:
+        """Give each full block without a hash a hash of its own. After its preemption, the sequence
+        finds those blocks again that no other sequence has taken."""
+        decodes, size = sequence.id in self._decoding, self.pool.block_size
+        computed = sequence.offset + self.steps if decodes else sequence.computed
+        known = len(sequence.hashes)
+        own = [~(sequence.id << 32 | block) for block in range(known, computed // size)]
+        sequence.hashes = [*sequence.hashes, *own]
+        self._publish(sequence, known * size, computed)
 
     def _admit_waiting(self, chunks: list[tuple[Sequence, int]]) -> None:
         """Admit waiting sequences in order, within token budget, max_num_seqs and free blocks."""

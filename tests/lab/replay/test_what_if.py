@@ -25,7 +25,17 @@ from extproc.observe.record import (
 )
 from extproc.predict.inputs import Floats
 from extproc.predict.step import PROFILES
-from tests.lab.replay.record import A10, BEGAN, address, lines, replica, requests, start, write
+from tests.lab.replay.record import (
+    A10,
+    BEGAN,
+    MODEL,
+    address,
+    lines,
+    replica,
+    requests,
+    start,
+    write,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -215,6 +225,29 @@ def test_each_replica_has_its_own_block_size() -> None:
         return play(scene, 0, forced=True).completion_s
 
     assert completions(64, 16).tolist() == completions(16, 16).tolist()
+
+
+@pytest.mark.parametrize("forced", [True, False])
+@pytest.mark.parametrize(
+    ("earlier", "later"),
+    [({"models": ("other",)}, {"models": ("other", MODEL)}), ({"asleep": True}, {"asleep": False})],
+    ids=["model", "sleep"],
+)
+def test_replica_that_serves_requests_later_is_replayed(
+    earlier: dict[str, Any], later: dict[str, Any], forced: bool
+) -> None:
+    """Replica 2 serves requests from the start, replica 1 from second 10 on."""
+    begins = BEGAN + 10.0
+    every = [
+        replace(line, replica=address(2 if line.at < begins else 1)) for line in requests(2.0, 30.0)
+    ]
+    states = [replica(1, listed=True, **earlier), replica(1, at=begins, listed=True, **later)]
+    fleet = {address(1): states, address(2): [replica(2, listed=True)]}
+    played = play(scene_of(Recorded(start(), every, fleet)), 0, forced=forced)
+    assert np.isfinite(played.completion_s).all()
+    first = sum(line.at < begins for line in every)
+    assert set(played.replicas[:first]) == {address(2)}
+    assert address(1) in played.replicas[first:]
 
 
 @pytest.mark.usefixtures("one_seed")

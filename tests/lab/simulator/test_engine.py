@@ -153,10 +153,19 @@ def test_prompt_waits_until_all_its_blocks_are_free() -> None:
     assert engine.counters.finished[FinishReason.STOP] == 3
 
 
-def test_sequence_admitted_last_is_preempted_and_recomputed() -> None:
+@pytest.mark.parametrize(("caching", "computed"), [(True, [64, 49]), (False, [64, 81])])
+def test_sequence_admitted_last_is_preempted_and_recomputed(
+    caching: bool, computed: list[int]
+) -> None:
+    """The other sequence has taken three of the five full blocks meanwhile."""
     first, second = Sequence(1, 64, 60), Sequence(2, 64, 60)
-    engine = engine_with(first, second, kv_tokens=160)
-    run(engine)
+    engine, now = engine_with(first, second, kv_tokens=160, prefix_caching=caching), 0.0
+    chunks = []
+    while (step := engine.schedule(now)) is not None:
+        chunks += [chunk for sequence, chunk in step.chunks if sequence is second]
+        now = step.ends_at
+        engine.complete()
+    assert chunks == computed
     assert (first.preemptions, second.preemptions) == (0, 1)
     assert second.generated == 60
     assert engine.counters.prompt_tokens == 128, "counted once"
