@@ -57,6 +57,11 @@ class Prediction(Struct, eq=False):
         share = self.first_token_share
         return np.maximum(self.kv_pressure**2, share / (1.0 - share) if share < 0.5 else 1.0)
 
+    @property
+    def lost_by_others(self) -> Floats:
+        """Seconds that other requests lose, as the policy ``completion`` counts them."""
+        return self.cost_weight * self.cost_to_others + self.avoidable
+
 
 def predict(
     profile: RequestProfile,

@@ -96,9 +96,7 @@ def completion(situation: Situation) -> Floats:
     that others lose counts as well. With w = 1, long prompts of streamed requests would queue
     behind each other to spare decoding sequences.
     """
-    prediction = situation.prediction
-    cost_to_others = prediction.cost_weight * prediction.cost_to_others
-    return prediction.completion + cost_to_others + prediction.avoidable
+    return situation.prediction.completion + situation.prediction.lost_by_others
 
 
 def round_robin(situation: Situation) -> Floats:

@@ -3,15 +3,18 @@
 Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
 
 - *No idle waiting.* A request waits for a replica only while its predicted completion there,
-  expected wait included, is earlier than on every replica that could start it now, or if it stays
-  with its session or with the response that it continues. The expected wait counts the requests
-  queued ahead at this router, and as many at each other router, if so many are queued there. A
-  replica can start a request if the replica has room (:mod:`extproc.route.room`) and is not
-  reserved (:meth:`~extproc.route.backlog.Backlog.reserves`). The request is decided anew when the
-  expected wait has passed. The first request of a model is also decided anew every 0.2 s, and when
-  a replica gets more room. No request is refused while a replica could start it, with three
-  exceptions: the request continues a response that another replica stores, the request would miss
-  the target of its objective, or more than 16 requests exceed the longest wait at once.
+  expected wait included, is earlier than on every replica that could start it now. There are two
+  exceptions. A request may stay with its session or with the response that it continues. In the
+  first 30 s a request may wait to spare others: it passes over a replica on which other requests
+  would lose at least four times what it gains. On an idle replica nobody loses anything, except
+  that a prompt cached elsewhere is computed again. The expected wait counts the requests queued
+  ahead at this router, and as many at each other router, if so many are queued there. A replica can
+  start a request if the replica has room (:mod:`extproc.route.room`) and is not reserved
+  (:meth:`~extproc.route.backlog.Backlog.reserves`). The request is decided anew when the expected
+  wait has passed. The first request of a model is also decided anew every 0.2 s, and when a replica
+  gets more room. No request is refused while a replica could start it, with three exceptions: the
+  request continues a response that another replica stores, the request would miss the target of its
+  objective, or more than 16 requests exceed the longest wait at once.
 - *No blocking across models.* Each model has a line of its own on each replica. The head of a line
   delays other models of its priority only on the replica that it waits for. There it delays a
   request only if the request arrives more than B seconds after the head was due, and only if the

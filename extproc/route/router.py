@@ -25,6 +25,11 @@ _SMALL = 0.2
 most 0.2 of the completion. Above, errors of the predicted TTFT would weigh too much."""
 
 _LAST = 1e9  # puts a replica behind all others in any policy's scores
+_DEAR = 4.0  # a request waits rather than gain a time of which others would lose this multiple
+_SPARES_S = 30.0
+"""Seconds in the queue after which a request no longer waits to spare others. Without the limit,
+the p99 of a long overload with long prompts (mooncake-synthetic ×3) rises by 14%."""
+
 _STEPS, _SHARE = 2.0, 0.02  # tokens, or share of the bound, by which the ledger's count may be low
 
 
@@ -281,23 +286,30 @@ class Router:
 
 
 def _without_idle_wait(choice: Choice, situation: Situation, last_chance: bool) -> Choice:
-    """Replace a choice for which the request would wait at the router without ending any sooner.
+    """Replace a choice for which the request would wait at the router in vain.
 
-    If the wait is optional, the choice stays, and the request starts now: the policy has
-    reasons for it, such as a cached prompt, although the request ends sooner elsewhere. Otherwise
-    the new choice is the best candidate that can start the request now. On its last chance before a
-    refusal, the request takes such a candidate even if it ends later there.
+    The wait is in vain if the request ends no later on a candidate that can start it now. For the
+    first ``_SPARES_S`` seconds, candidates do not count if other requests there would lose at least
+    ``_DEAR`` times what the request gains.
+
+    If the wait is optional, the choice stays, and the request starts now: the policy has reasons
+    for it, such as a cached prompt. Otherwise the new choice is the best candidate that can start
+    the request now. On its last chance before a refusal, the request takes such a candidate even if
+    it ends later there.
     """
-    prediction, optional = situation.prediction, situation.optional
-    if optional is None or prediction.queue[choice.first] <= 0.0:
+    prediction, optional, first = situation.prediction, situation.optional, choice.first
+    if optional is None or prediction.queue[first] <= 0.0:
         return choice
     starts, ends = prediction.queue <= 0.0, prediction.completion
+    if situation.waited < _SPARES_S and not (optional[first] or last_chance):
+        weighed = _DEAR * ends + prediction.lost_by_others
+        starts &= weighed < weighed[first]
     ends_there = np.where(starts, ends, np.inf)
     soonest = least(ends_there)
-    if soonest == np.inf or (ends[choice.first] < soonest and not last_chance):
+    if soonest == np.inf or (ends[first] < soonest and not last_chance):
         return choice
-    if optional[choice.first]:
-        prediction.start_now(choice.first)
+    if optional[first]:
+        prediction.start_now(first)
         return choice
     scores = np.where(starts & (ends < np.inf), choice.scores, np.inf)
     best = int((scores if least(scores) < np.inf else ends_there).argmin())

@@ -263,9 +263,13 @@ class SharedReplicas:
 def check_no_idle_waiting(pool: SharedReplicas) -> None:
     for at, entry in [(node, entry) for node in pool.nodes for entry in node.queue]:
         decision = at.last[entry].decision
-        ends, starts = decision.prediction.completion, decision.prediction.queue <= 0.0
+        prediction, first = decision.prediction, decision.choice.first
+        ends, starts = prediction.completion, prediction.queue <= 0.0
         assert decision.wait_s > 0.0
-        assert not (ends[starts] <= ends[decision.choice.first]).any()
+        gain = ends[first] - ends[starts]
+        lost = (prediction.lost_by_others - prediction.lost_by_others[first])[starts]
+        spares = decision.situation.waited < 30.0
+        assert not ((gain >= 0.0) & ~(spares & (lost >= 4.0 * gain))).any()
         assert entry.retry_at > pool.clock() - 2 * STEP_S
         could_start_s = pool.clock() - at.could_start_since.get(entry, inf)
         assert could_start_s < SETTLED_S or starts.any()

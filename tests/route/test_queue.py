@@ -332,6 +332,24 @@ def test_queue_of_a_full_replica_does_not_reserve_an_idle_replica() -> None:
     assert system.dispatched == ["first", "other"]
 
 
+@pytest.mark.parametrize(("beside", "waits"), [(0, False), (1, False), (20, True)])
+def test_request_waits_if_others_would_lose_much_more_than_it_gains(
+    beside: int, waits: bool
+) -> None:
+    """The second replica has room for the prompt, whose prefill delays all answers there."""
+    system = QueuedRouter(replicas=2)
+    system.send("first", owner=1)
+    for number in range(beside):
+        system.send(f"beside-{number}", prompt=20, answer=400, owner=2)
+    system.pass_s(10.0)
+    system.poll(2, kv_usage=0.1)
+    entry = system.send("next")
+    assert (entry is not None) is waits
+    if entry:
+        entry.since -= 31.0
+        assert decided(system.router, entry.profile, entry).replica == replica(2)
+
+
 @pytest.mark.parametrize(
     "wide",
     [
