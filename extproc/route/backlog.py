@@ -26,8 +26,8 @@ Lines = dict[tuple[str, bool], Line]  # by model, and whether requests wait for 
 
 
 class Backlog:
-    """Lines of queued requests: one for each model, and one for each replica and model. Requests
-    that wait for one replica alone have lines of their own, because they hold up no others."""
+    """Lines of queued requests: for each model, and for each replica and model. Requests that wait
+    for one replica alone have lines of their own, because they reserve no other replica."""
 
     def __init__(self, now: float) -> None:
         self._tenants: dict[Key, dict[Waiting, None]] = {}  # the oldest request first
@@ -118,8 +118,8 @@ class Backlog:
     def heads(self, row: int, models: int) -> list[Waiting]:
         """Return the requests that may start on a replica, by priority.
 
-        At each priority the heads of the replica's lines come first, one for each model. Then come
-        the first requests of at most ``models`` models (:meth:`firsts`) that may use the replica.
+        At each priority the heads of the replica's lines come first. Then come the first requests
+        of at most ``models`` lines of models (:meth:`firsts`) that may use the replica.
         """
         found = {line.head(): 0 for line in self._replicas.get(row, {}).values()}
         for head in self.firsts(models):
@@ -193,7 +193,7 @@ class Backlog:
 
         The first request of a model reserves all replicas on which it could start against tenants
         that are too far ahead (``LEAD_S``), except replicas that it declines although they have
-        room, because it ends earlier elsewhere.
+        room (*No idle waiting*).
         """
         if place.priority <= self.left.get(row, -inf) or self._is_too_far_ahead(row, place):
             return True

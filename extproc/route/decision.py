@@ -40,6 +40,16 @@ class Situation(Struct, eq=False):
         """
         return self.held.expected / max(self.profile.prompt_tokens, 1)
 
+    @property
+    def lost_by_its_rank(self) -> Floats:
+        """Seconds that other requests lose on each candidate, without those of lower priority."""
+        sequences, count = self.sequences, len(self.view)
+        ranked = sequences.weight * (sequences.priority >= self.profile.priority)
+        every = np.bincount(sequences.replica, sequences.weight, count)
+        share = np.bincount(sequences.replica, ranked, count) / np.maximum(every, 1.0)
+        lost: Floats = self.prediction.lost_by_others * share
+        return lost
+
 
 class Choice(Struct, eq=False):
     """Choice of a policy or of an override: indices of candidates in the view."""

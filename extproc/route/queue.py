@@ -5,16 +5,16 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
 - *No idle waiting.* A request waits for a replica only while its predicted completion there,
   expected wait included, is earlier than on every replica that could start it now. There are two
   exceptions. A request may stay with its session or with the response that it continues. In the
-  first 30 s a request may wait to spare others: it passes over a replica on which other requests
-  would lose at least four times what it gains. On an idle replica nobody loses anything, except
-  that a prompt cached elsewhere is computed again. The expected wait counts the requests queued
-  ahead at this router, and as many at each other router, if so many are queued there. A replica can
-  start a request if the replica has room (:mod:`extproc.route.room`) and is not reserved
-  (:meth:`~extproc.route.backlog.Backlog.reserves`). The request is decided anew when the expected
-  wait has passed. The first request of a model is also decided anew every 0.2 s, and when a replica
-  gets more room. No request is refused while a replica could start it, with three exceptions: the
-  request continues a response that another replica stores, the request would miss the target of its
-  objective, or more than 16 requests exceed the longest wait at once.
+  first 30 s a request may wait to spare others of at least its priority: it passes over a replica
+  on which they would lose more than on the replica that it waits for, by at least four times what
+  the request gains. On an idle replica nobody loses anything. The expected wait counts the requests
+  queued ahead at this router, and as many at each other router, if so many are queued there. A
+  replica can start a request if the replica has room (:mod:`extproc.route.room`) and is not
+  reserved (:meth:`~extproc.route.backlog.Backlog.reserves`). The request is decided anew when the
+  expected wait has passed. The first request of a model is also decided anew every 0.2 s, and when
+  a replica gets more room. No request is refused while a replica could start it, with three
+  exceptions: the request continues a response that another replica stores, the request would miss
+  the target of its objective, or more than 16 requests exceed the longest wait at once.
 - *No blocking across models.* Each model has a line of its own on each replica. The head of a line
   delays other models of its priority only on the replica that it waits for. There it delays a
   request only if the request arrives more than B seconds after the head was due, and only if the
@@ -29,11 +29,11 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
 - *Fair.* While tenants have requests of one priority queued, each gets the same replica-seconds
   (start-time fair queueing). For requests for one model on R replicas, no tenant gets more than R
   replica-seconds (:data:`~extproc.route.backlog.LEAD_S`) and one request ahead, except on replicas
-  that the other tenant's first request declines because it ends earlier elsewhere. For different
-  models equal shares hold only over a minute, because the head of a line does not delay older
-  requests for another model, even if their tenant received more. The bounds hold for a tenant, not
-  for each request: a request that needs much KV space may wait for one replica while later requests
-  of its tenant start on other replicas.
+  that the other tenant's first request declines (*No idle waiting*) or does not wait for. For
+  different models equal shares hold only over a minute, because the head of a line does not delay
+  older requests for another model, even if their tenant received more. The bounds hold for a
+  tenant, not for each request: a request that needs much KV space may wait for one replica while
+  later requests of its tenant start on other replicas.
 - *Several routers.* When a request of this router ends on a replica, the router compares for each
   router the work queued for the replica ÷ (requests there + 1). If the quotient of another router
   is more than 1.5 times as large, this router leaves the replica to that router until 0.1 s after
@@ -65,7 +65,7 @@ from extproc.route.turns import Turns
 from extproc.route.waiting import ANEW_S, Waiting, key_of
 
 SWEEP_EVERY_S = 0.05  # seconds between two sweeps
-_MODELS = 16  # models whose first request a sweep decides anew, in rotation
+_MODELS = 16  # lines of models whose first request a sweep decides anew, in rotation
 _OFFERS = 32  # limit of the decisions each time a replica is offered to the queue
 _DUE = 16  # limit of the due requests that one sweep decides anew
 _ROUND = 20  # sweeps in which every replica is offered to the queue once
@@ -233,6 +233,8 @@ class Queue:
             self._wait_on(request, outcome, now)
             return False
         if isinstance(outcome, Decision):
+            if outcome.wait_s > 0.0 and not last_chance:  # no progress: rather where there is room
+                return self._decide(request, now, last_chance=True)
             self._moved_at = now
             self._backlog.shares.charge(request.key, outcome.work_s)  # while the tenant is queued
             self._rate *= exp((self._rate_at - now) / _DRAIN_S)
@@ -244,8 +246,9 @@ class Queue:
     def _stays(self, request: Waiting, decision: Decision | None, now: float) -> bool:
         """Return True if a request stays queued, for room or until a replica serves its model.
 
-        After 5 s without progress the first request of a model is sent to the replica that it waits
-        for, even if the replica looks full: its gauges may be wrong.
+        After 5 s without progress the first request of a model is sent to a replica that can start
+        it, or else to the replica that it waits for, even if that replica looks full: its gauges
+        may be wrong.
         """
         if decision is None:
             request.unserved_since = request.unserved_since or now

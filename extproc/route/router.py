@@ -24,11 +24,11 @@ _SMALL = 0.2
 """If the first token was not observed, a decode time is learned only if the predicted TTFT is at
 most 0.2 of the completion. Above, errors of the predicted TTFT would weigh too much."""
 
-_LAST = 1e9  # puts a replica behind all others in any policy's scores
+_LAST = 1e9  # puts a replica behind all others that the policy scores
 _DEAR = 4.0  # a request waits rather than gain a time of which others would lose this multiple
 _SPARES_S = 30.0
 """Seconds in the queue after which a request no longer waits to spare others. Without the limit,
-the p99 of a long overload with long prompts (mooncake-synthetic ×3) rises by 14%."""
+the p99 of a long overload with long prompts (mooncake-synthetic ×3) rises by 11%."""
 
 _STEPS, _SHARE = 2.0, 0.02  # tokens, or share of the bound, by which the ledger's count may be low
 
@@ -174,12 +174,16 @@ class Router:
         home = self.fleet.sessions.owner(session) if session else None
         if home is None or last_chance:
             return choice
-        return by_session(home, self._session_cost_s, situation, choice)
+        choice = by_session(home, self._session_cost_s, situation, choice)
+        if situation.optional is not None and situation.optional[choice.first]:
+            situation.prediction.start_now(choice.first)
+        return choice
 
     def _second(self, situation: Situation, choice: Choice, name: str) -> str | None:
         """Return the next best replica that knows the model by the name that the request will
-        carry. Replicas whose last answer was from 400 to 499 come last: if the chosen replica has
-        another key than the others, only a retry elsewhere shows that the replica fails."""
+        carry. Of the replicas that the policy scores, those whose last answer was from 400 to 499
+        come last: if the chosen replica has another key than the others, only a retry elsewhere
+        shows that the replica fails."""
         members, ids, scores = self.fleet.members, situation.view.ids, choice.scores
         if members.names.served(situation.profile.model) != (situation.profile.model,):
             alike = [name in members.models_on(candidate) for candidate in ids]
@@ -289,8 +293,8 @@ def _without_idle_wait(choice: Choice, situation: Situation, last_chance: bool) 
     """Replace a choice for which the request would wait at the router in vain.
 
     The wait is in vain if the request ends no later on a candidate that can start it now. For the
-    first ``_SPARES_S`` seconds, candidates do not count if other requests there would lose at least
-    ``_DEAR`` times what the request gains.
+    first ``_SPARES_S`` seconds, a candidate does not count if other requests would lose more there
+    than on the chosen candidate, by at least ``_DEAR`` times what the request gains.
 
     If the wait is optional, the choice stays, and the request starts now: the policy has reasons
     for it, such as a cached prompt. Otherwise the new choice is the best candidate that can start
@@ -302,7 +306,7 @@ def _without_idle_wait(choice: Choice, situation: Situation, last_chance: bool) 
         return choice
     starts, ends = prediction.queue <= 0.0, prediction.completion
     if situation.waited < _SPARES_S and not (optional[first] or last_chance):
-        weighed = _DEAR * ends + prediction.lost_by_others
+        weighed = _DEAR * ends + situation.lost_by_its_rank
         starts &= weighed < weighed[first]
     ends_there = np.where(starts, ends, np.inf)
     soonest = least(ends_there)

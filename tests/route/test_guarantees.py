@@ -267,7 +267,8 @@ def check_no_idle_waiting(pool: SharedReplicas) -> None:
         ends, starts = prediction.completion, prediction.queue <= 0.0
         assert decision.wait_s > 0.0
         gain = ends[first] - ends[starts]
-        lost = (prediction.lost_by_others - prediction.lost_by_others[first])[starts]
+        lost = decision.situation.lost_by_its_rank
+        lost = (lost - lost[first])[starts]
         spares = decision.situation.waited < 30.0
         assert not ((gain >= 0.0) & ~(spares & (lost >= 4.0 * gain))).any()
         assert entry.retry_at > pool.clock() - 2 * STEP_S

@@ -332,9 +332,12 @@ def test_queue_of_a_full_replica_does_not_reserve_an_idle_replica() -> None:
     assert system.dispatched == ["first", "other"]
 
 
-@pytest.mark.parametrize(("beside", "waits"), [(0, False), (1, False), (20, True)])
+@pytest.mark.parametrize(
+    ("beside", "priority", "waits"),
+    [(0, 0, False), (1, 0, False), (20, 0, True), (20, 10, False)],
+)
 def test_request_waits_if_others_would_lose_much_more_than_it_gains(
-    beside: int, waits: bool
+    beside: int, priority: int, waits: bool
 ) -> None:
     """The second replica has room for the prompt, whose prefill delays all answers there."""
     system = QueuedRouter(replicas=2)
@@ -343,11 +346,18 @@ def test_request_waits_if_others_would_lose_much_more_than_it_gains(
         system.send(f"beside-{number}", prompt=20, answer=400, owner=2)
     system.pass_s(10.0)
     system.poll(2, kv_usage=0.1)
-    entry = system.send("next")
+    entry = system.send("next", priority=priority)
     assert (entry is not None) is waits
     if entry:
         entry.since -= 31.0
         assert decided(system.router, entry.profile, entry).replica == replica(2)
+        entry.since += 31.0
+    for _ in range(6):  # without progress on the first replica
+        system.clock.advance(1.0)
+        system.poll(1, kv_usage=0.9)
+        system.poll(2, kv_usage=0.1)
+        system.queue.sweep()
+    assert system.running["next"][0] == replica(2)
 
 
 @pytest.mark.parametrize(
