@@ -39,7 +39,7 @@ class DigestKind(IntEnum):
     """Meaning of a digest for the replicas that it does not name."""
 
     CHANGES = 0  # their figures and queues are unchanged
-    WHOLE = 1  # the router has no requests there, or none queued for them
+    WHOLE = 1  # no requests are there; for replicas without an entry in `queued` none are queued
     FAREWELL = 2  # the router stops, and has no requests anywhere
 
 

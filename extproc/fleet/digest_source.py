@@ -18,7 +18,7 @@ _NOTABLE_S = 0.1  # recent decode seconds that put a replica without requests in
 
 
 class DigestSource:
-    """Builds digests of changed replicas, whole digests, and empty digests as signs of life.
+    """Builds digests of changes, whole digests, and empty digests as signs of life.
 
     A generated token is not a change, because receivers move decoding requests forward themselves.
     """

@@ -6,6 +6,7 @@ from math import inf
 from uuid import uuid4
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from extproc.fleet.adapters import AdapterSlots
@@ -122,12 +123,14 @@ class Fleet:
         prefilled_sent_at = self._replicas.prefilled_sent_at.item(row)
         frozen = self.eligibility.polled(state, age, idle, prefilled_sent_at)
         self.blocks.polled(state)
+        fell = state.steps < self._replicas.polled_steps[row]
+        is_older = fell and 0.0 < before.started_at == state.started_at  # by another poller, late
+        if is_older:  # the next poll is compared with the newest histogram
+            state = replace(state, output_lengths=before.output_lengths)
         self.members.by_row[row] = state
         if before.models != state.models:
             self.members.models_removed(before.models, now, state.models)
         is_repeated = state.scraped_at == before.scraped_at
-        fell = state.steps < self._replicas.polled_steps[row]
-        is_older = fell and 0.0 < before.started_at == state.started_at  # by another poller, late
         ignored = frozen or is_repeated or is_older or not state.healthy or state.unanswered_s > 0.0
         restarted = not ignored and (fell or before.started_at not in (0.0, state.started_at))
         if state.measured:

@@ -173,7 +173,8 @@ def test_step_that_costs_nothing_gives_finite_predictions(
 ) -> None:
     fleet, cost = fleet_of(clock), {"c0": 0.0, "c_prefill": 0.0, "c_batch": 1e-3, "c_kv": 0.0}
     fleet.put(state(1, A10, clock, learned=cost, measured=measured))
-    decided(Router(fleet, "completion", Random(1)), chat(100))
+    prediction = decided(Router(fleet, "completion", Random(1)), chat(100)).prediction
+    assert np.isfinite(prediction.completion).all()
     clock.advance(1.0)
     fleet.dispatch(replica(1), chat(100, 50))
     clock.advance(1.0)
