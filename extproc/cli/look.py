@@ -127,22 +127,24 @@ class _Shown:
 async def _top(args: argparse.Namespace, config: Config) -> str:
     found, shown = await routers_to_ask(args.router, config), _Shown()
     terminal = sys.stdout.isatty()
-    once = args.once or not terminal
+    once, lines = args.once or not terminal, list[str]()
     async with started(_watch(found, shown, args, config)) as (watching,):
         watching.add_done_callback(lambda _: shown.changed.set())
         while not watching.done():
             views = [*shown.views.values()]
             complete = all(view.snapshot or view.error for view in views)
-            if not any(view.snapshot for view in views):
-                if views and complete:
-                    problems = map(printable, (*shown.notes, *(view.error for view in views)))
+            if any(view.snapshot for view in views):
+                if complete or not once:
+                    width = shutil.get_terminal_size().columns if terminal else WIDTH
+                    lines = screen(views, shown.notes, width)
+                    if once:
+                        return "\n".join(lines)
+                    draw(lines)
+            elif views and complete:
+                problems = [*map(printable, (*shown.notes, *(view.error for view in views)))]
+                if not lines:
                     raise RouterUnavailableError("\n".join(problems))
-            elif complete or not once:
-                width = shutil.get_terminal_size().columns if terminal else WIDTH
-                lines = screen(views, shown.notes, width)
-                if once:
-                    return "\n".join(lines)
-                draw(lines)
+                draw([*problems, "", *lines])
             await shown.changed.wait()
             shown.changed.clear()
     return watching.result()  # raises the error that ended it
@@ -153,7 +155,7 @@ async def _watch(
 ) -> NoReturn:
     """Follow the routers of ``found``, and later the routers that Redis names, until cancelled."""
     followers = dict[AskedRouter, asyncio.Task[NoReturn]]()
-    async with asyncio.TaskGroup() as tasks:
+    try:
         while True:
             routers, shown.notes = found
             new = {router: RouterView(router.name or router.admin) for router in routers}
@@ -162,12 +164,16 @@ async def _watch(
                 followers.pop(router).cancel()
             for router in shown.views.keys() - followers.keys():
                 follower = _follow(router, config.admin, shown.views[router], shown.changed)
-                followers[router] = tasks.create_task(follower)
+                followers[router] = asyncio.create_task(follower)
             shown.changed.set()
             await asyncio.sleep(_LOOK_AGAIN_S)
             latest = await routers_to_ask(args.router, config)
             if latest[0][0].name:  # else Redis named no router
                 found = latest
+    finally:
+        for task in followers.values():
+            task.cancel()
+        await asyncio.gather(*followers.values(), return_exceptions=True)
 
 
 async def _follow(
