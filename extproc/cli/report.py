@@ -23,7 +23,7 @@ from extproc.ground.version import described
 from extproc.observe.client import RouterUnavailableError, fetch_pages, follow
 
 _PAGES = {"fleet.json": "/fleet", "decisions.json": "/decisions", "metrics.txt": "/metrics"}
-_SECRET = re.compile(r"(?<=://)\S+(?=@)|(?<=password=)[^&\s]+")  # logins and passwords in URLs
+_SECRET = re.compile(r"(?<=://)[^?\s]+(?=@)|(?<=password=)[^&\s]+")  # logins and passwords in URLs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

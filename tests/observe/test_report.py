@@ -43,6 +43,7 @@ def unpacked(bundle: Path) -> dict[str, str]:
         (REDIS, "router:hunter2"),
         (REDIS, "router:an@hunter2"),
         ("redis://127.0.0.1:1/0?password={}&protocol=3", "hunter2"),
+        ("redis://127.0.0.1:1/0?password={}", "an@hunter2"),
     ],
 )
 async def test_report_has_what_runs_and_no_password(
