@@ -12,7 +12,7 @@ from extproc.request.endpoint import Endpoint
 from extproc.request.errors import BadRequest
 from extproc.request.media import model_in_form
 
-_NAMED = re.compile(rb'"model"\s*:\s*("(?:[^"\\]++|\\.)*+")')  # possessive: takes no memory
+_NAMED = re.compile(rb'"model"\s*:\s*("[^"\\]*+(?:\\.[^"\\]*+)*+")')  # possessive: takes no memory
 _TRIES = 4
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
