@@ -238,8 +238,8 @@ CLUSTER_RULES = (
     Rule("router_port_matches", Level.ERROR, lambda file: _listed_routers(file, named=False),
         "Envoy connects to the port at which the router listens.",
         _other_ports,
-        "{} (serve.listen): no request reaches the router. Correct a port, or name the router's "
-        "configuration with --config"),
+        "cluster {node[name]!r} has {} (serve.listen): no request reaches the router. Correct a "
+        "port, or name the router's configuration with --config"),
     Rule("mapped_port_leads_to_router", Level.WARNING,
         lambda file: _listed_routers(file, named=True),
         "Envoy connects by a name to the port at which the router listens.",
