@@ -28,8 +28,9 @@ class Engine:
     sequence gets a token, and the unfinished prefill gets a chunk. The step then admits waiting
     sequences in order, until the token budget or the number of sequences is used up, or until a
     sequence does not fit into the free KV blocks. If blocks run out, the sequences admitted last
-    are preempted: they wait at the head of the queue, and later compute anew only those of their
-    blocks that other sequences have taken. A step that preempts admits no sequence. Scheduling by
+    are preempted: they wait at the head of the queue. With prefix caching they later find their
+    leading full blocks again, up to the first that another sequence has taken; without, they
+    compute everything anew. A step that preempts admits no sequence. Scheduling by
     priority sorts the queue, and preempts the sequences that rank last; waiting sequences never
     preempt running ones. If the adapter of a waiting sequence finds no slot, the sequences behind
     it may be admitted before it.
