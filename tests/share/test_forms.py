@@ -66,8 +66,12 @@ async def written(redis: Redis, key: str) -> bool:
 
 
 async def test_state_passes_unix_socket(tmp_path: Path) -> None:
-    path = tmp_path / "redis.sock"
-    async with await start(tmp_path, free_port(), {"unixsocket": str(path)}):
+    path, port = tmp_path / "redis.sock", free_port()
+    async with (
+        await start(tmp_path, port, {"unixsocket": str(path)}),
+        Redis(host=HOST, port=port) as redis,
+    ):
+        await redis.ping()  # answered once Redis listens at the socket, too
         await share_through(f"unix://{path}?db=3")
 
 
