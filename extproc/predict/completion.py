@@ -43,7 +43,7 @@ class Prediction(Struct, eq=False):
         """Takes the wait at the router out of the prediction for the candidate ``at``."""
         for times in (self.ttft, self.completion):
             times[at] -= self.later[at]
-        self.queue[at] = 0.0
+        self.queue[at] = self.later[at] = 0.0
 
     @property
     def cost_weight(self) -> Floats:

@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 
 from extproc.fleet.fleet import Fleet
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.steps import Sequence
-from extproc.predict.completion import Prediction, predict, work
+from extproc.predict.completion import Prediction, add_queue_wait, predict, work
 from extproc.predict.step import HardwareProfile, hardware_profile
 from extproc.request.objective import NO_OBJECTIVE, Objective
 from extproc.request.profile import RequestProfile
@@ -32,6 +33,18 @@ def test_completion_on_an_idle_replica_is_prefill_and_decode_steps() -> None:
     steps = sum(C0 + BATCH + KV * (1000 + g) for g in range(1, 50))
     assert prediction.ttft[0] == pytest.approx(C0 + 1000 * PREFILL)
     assert prediction.completion[0] == pytest.approx(C0 + 1000 * PREFILL + steps, rel=0.01)
+
+
+def test_start_takes_the_wait_at_the_router_out_once() -> None:
+    """The policy and then the session may both start a request whose wait is optional."""
+    fleet = fleet_of(ManualClock(), A10)
+    prediction = predicted(fleet, chat(1000, 50), 50)
+    ttft, completion = prediction.ttft.item(0), prediction.completion.item(0)
+    add_queue_wait(prediction, fleet.view(MODEL), np.array([5.0]), 0.0)
+    for _ in range(2):
+        prediction.start_now(0)
+    assert prediction.ttft.item(0) == pytest.approx(ttft)
+    assert prediction.completion.item(0) == pytest.approx(completion)
 
 
 def test_prompt_longer_than_the_token_budget_takes_several_steps() -> None:
