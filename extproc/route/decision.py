@@ -32,6 +32,11 @@ class Situation(Struct, eq=False):
     late: Floats | None = None  # from lateness(); None: the request has no targets
 
     @property
+    def among_others(self) -> bool:
+        """True if another router of the pool is known."""
+        return self.peers_age_s is not None
+
+    @property
     def cached_share(self) -> Floats:
         """Share of the prompt, 0…1, that each candidate should have in its prefix cache.
 

@@ -72,7 +72,7 @@ def with_few_requests(situation: Situation, equal: Indices) -> Indices:
     """
     requests = situation.view.requests[equal]
     few = least(requests)
-    if situation.peers_age_s is not None and few > 0.0:
+    if situation.among_others and few > 0.0:
         few = requests.sum().item() / len(equal) + 1.0
     few_requests: Indices = equal[requests <= few]
     return few_requests

@@ -46,7 +46,7 @@ def room_wait(situation: Situation) -> RoomWait | None:
     flight there, because none could end, or if it can never hold the whole request.
     """
     profile, view, prediction = situation.profile, situation.view, situation.prediction
-    full = full_at(profile.objective.priority, situation.peers_age_s is not None)
+    full = full_at(profile.objective.priority, situation.among_others)
     pressure = prediction.kv_pressure + prediction.growth / view.kv_capacity
     # Prefill includes the prompts ahead of the request, so they take at most as long.
     soon = most(prediction.admission) <= 0.0 and most(prediction.prefill) <= _PREFILLS_S

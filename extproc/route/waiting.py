@@ -107,7 +107,7 @@ class Waiting(Place):
         self.usable = frozenset(view.rows.tolist())
         self._declined = frozenset(view.rows[prediction.queue <= 0.0].tolist())
         prompt = profile.prompt_tokens - prediction.cached.item(first)
-        reserve = 1.0 - full_at(self.priority, decision.situation.peers_age_s is not None)
+        reserve = 1.0 - full_at(self.priority, decision.situation.among_others)
         self.tokens = prompt + profile.sequences * prediction.output_tokens  # of KV cache
         self.tokens += reserve * view.kv_capacity.item(first)
         if prediction.preemptible is not None:
