@@ -52,13 +52,9 @@ class _Value(NamedTuple):
 def load(flags: Mapping[str, str], env: Mapping[str, str], file: Path | None = None) -> Config:
     """Merges flags (key → text), the environment (empty variables are unset) and a file.
 
-    Without ``file``, the variable ``EXTPROC_CONFIG`` may name the file.
-
     Raises:
         ConfigError: a key is unknown, a value is wrong, or the file cannot be read.
     """
-    if file is None and env.get(ENV_FILE):
-        file = Path(env[ENV_FILE])
     problems: list[str] = []
     values: dict[str, _Value] = {}
     from_flags = ((key, _parsed(key, text, f"--{key}")) for key, text in flags.items())

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from extproc import settings
-from extproc.cli.configuration import add_flags, configured
+from extproc.cli.configuration import add_file, add_flags, configured
 from extproc.config import REMOVED, Config, PolicyName
 from extproc.route.policies import POLICIES
 from extproc.settings import ConfigError, load
@@ -81,10 +81,16 @@ def test_flags_win_over_environment_and_environment_over_file(
     assert load(flags, env, write(text)) == Config.model_validate(loaded)
 
 
-def test_environment_names_the_file_unless_a_flag_does(write: Write) -> None:
+@pytest.mark.parametrize(("named", "flag"), [("{file}", []), ("/not.yaml", ["--config", "{file}"])])
+def test_environment_names_the_file_unless_a_flag_does(
+    write: Write, monkeypatch: pytest.MonkeyPatch, named: str, flag: list[str]
+) -> None:
     file = write("pool: from-file")
-    assert load({}, {"EXTPROC_CONFIG": str(file)}).pool == "from-file"
-    assert load({}, {"EXTPROC_CONFIG": "/does/not/exist.yaml"}, file).pool == "from-file"
+    monkeypatch.setenv("EXTPROC_CONFIG", named.format(file=file))
+    parser = argparse.ArgumentParser()
+    add_file(parser)
+    args = parser.parse_args([word.format(file=file) for word in flag])
+    assert configured(args).pool == "from-file"
 
 
 @pytest.mark.parametrize(
