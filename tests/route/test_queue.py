@@ -118,6 +118,17 @@ class QueuedRouter:
         self.running[name] = decision.replica, ticket
 
 
+BOUND = pytest.mark.parametrize("bound", [{"owner": 1}, {"session": "s"}])
+"""Arguments of :meth:`QueuedRouter.send` for a request that waits for the first replica alone."""
+
+
+def with_session() -> QueuedRouter:
+    """Return a router whose session ``s`` stays on the first of two replicas."""
+    system = QueuedRouter(replicas=2, session_cost_s=1000.0)
+    system.fleet.sessions.record("s", replica(1))
+    return system
+
+
 @pytest.mark.parametrize(("answers", "fit"), [((600,) * 5, 15), ((60, 60, 60, 60, 2760), 17)])
 def test_simultaneous_requests_start_up_to_the_peak_of_kv_pressure(
     answers: tuple[int], fit: int, monkeypatch: pytest.MonkeyPatch
@@ -483,12 +494,11 @@ def test_requests_stay_queued_while_another_router_is_silent() -> None:
     assert (system.dispatched, len(system.queue)) == (["first"], 1)
 
 
-@pytest.mark.parametrize("bound", [{"owner": 1}, {"session": "s"}])
+@BOUND
 def test_request_that_waits_for_one_replica_keeps_no_tenant_from_others(
     bound: dict[str, Any],
 ) -> None:
-    system = QueuedRouter(replicas=2, session_cost_s=1000.0)
-    system.fleet.sessions.record("s", replica(1))
+    system = with_session()
     for number in (1, 2):
         system.send(f"first-{number}", owner=number)
     system.send("few", tenant="few", **bound)
@@ -500,12 +510,11 @@ def test_request_that_waits_for_one_replica_keeps_no_tenant_from_others(
     assert system.dispatched[2:] == ["many-0", "many-1", "many-2"]
 
 
-@pytest.mark.parametrize("bound", [{"owner": 1}, {"session": "s"}])
+@BOUND
 def test_request_behind_one_that_waits_for_one_replica_starts_on_another(
     bound: dict[str, Any],
 ) -> None:
-    system = QueuedRouter(replicas=2, session_cost_s=1000.0)
-    system.fleet.sessions.record("s", replica(1))
+    system = with_session()
     system.send("first-1", owner=1)
     system.send("first-2", owner=2, answer=3_000)
     first = system.send("bound", **bound)

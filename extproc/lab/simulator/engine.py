@@ -30,10 +30,10 @@ class Engine:
     sequence does not fit into the free KV blocks. If blocks run out, the sequences admitted last
     are preempted: they wait at the head of the queue. With prefix caching they later find their
     leading full blocks again, up to the first that another sequence has taken; without, they
-    compute everything anew. A step that preempts admits no sequence. Scheduling by
-    priority sorts the queue, and preempts the sequences that rank last; waiting sequences never
-    preempt running ones. If the adapter of a waiting sequence finds no slot, the sequences behind
-    it may be admitted before it.
+    compute everything anew. A step that preempts admits no sequence. Scheduling by priority sorts
+    the queue, and preempts the sequences that rank last; waiting sequences never preempt running
+    ones. If the adapter of a waiting sequence finds no slot, the sequences behind it may be
+    admitted before it.
 
     Simulating a decoding step takes the same time for any number of sequences: the engine keeps the
     sum of KV tokens, how many sequences need a block in each of the next steps, and the last step
