@@ -40,7 +40,7 @@ class EnvoyMembers:
 
     async def _by_name(self) -> dict[str, dict[str, Any]]:
         named = {}
-        for state in (await self.clusters())["replicas"]:
+        for state in (await self.clusters()).get("replicas", []):
             at = state["address"]["socket_address"]
             address = f"{at['address']}:{at['port_value']}"
             named[self._names.get(address, address)] = state

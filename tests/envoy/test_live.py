@@ -23,6 +23,7 @@ from extproc.share.connection import Keys, connect
 from extproc.share.drains import DrainStore
 from tests.conftest import RedisServer
 from tests.e2e.stack import EdsStack, PatientStack, here, patient
+from tests.envoy.members import EnvoyMembers
 from tests.envoy.test_check import EditableBootstrap
 from tests.envoy.watched_files import bootstrap, split
 from tests.poll.polling import SOON, config, watching
@@ -276,6 +277,8 @@ async def test_running_envoy_is_checked_like_its_file(
     check: Check, tmp_path: Path, kind: Callable[..., PatientStack]
 ) -> None:
     async with kind(tmp_path, here(PAIR)) as stack:
+        names = {stack.address(name): name for name in ("one", "two")}
+        await EnvoyMembers(stack.envoy_admin, names).have(one="HEALTHY", two="HEALTHY")
         arguments = stack.config_file, "--envoy-admin", stack.envoy_admin
         lines = await check(*arguments)
         assert bad(lines) == []
