@@ -152,6 +152,7 @@ class FleetSimulation(simulation.Simulation):
             by_priority=group.scheduling_policy == "priority",
             cold_steps=group.cold_steps,
             old_counters=group.old_counters,
+            prefix_caching=group.prefix_caching,
         )
         profile = self.fleet_file.members[name]
         return Machine(name, profile, lambda profile: engine(profile, adapters=group.adapters()))

@@ -38,6 +38,7 @@ class ReplicaGroup(_Section):
     """Probability that a drafted token is accepted if all tokens before it are."""
     cold_steps: int = Field(default=0, ge=0)  # first steps of a process, which take longer
     old_counters: bool = False  # counters as of vLLM up to 0.15
+    prefix_caching: bool = True
     max_loras: int = Field(default=0, ge=0)  # LoRA adapters in a batch; 0: no adapter is served
     adapter_load_s: float = Field(default=0.1, ge=0)
 

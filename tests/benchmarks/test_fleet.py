@@ -55,6 +55,14 @@ def test_slow_replica_takes_longer_until_it_recovers() -> None:
     assert after == [pytest.approx(normal, rel=0.01)] * len(after)
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_replica_without_a_prefix_cache_computes_a_prompt_again(caching: bool) -> None:
+    group = {"name": "a", "profile": "llama-8b-a10", "prefix_caching": caching}
+    requests = [TracedRequest(at, 2048, 5, None, hash_ids=(1, 2, 3, 4)) for at in (0.0, 10.0)]
+    _, (first, second) = play(FleetFile.model_validate({"replicas": [group]}), requests)
+    assert (second.completion < 0.5 * first.completion) == caching
+
+
 def test_requests_of_a_dead_replica_fail_or_are_retried() -> None:
     simulation, served = play(
         two_replicas({"at": 30.1, "replica": "a-0", "down": None}), requests_every(0.2, 60)
