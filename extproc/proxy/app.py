@@ -146,7 +146,7 @@ async def _follow_fleets(pools: Sequence[Services], registry: CollectorRegistry)
 async def follow_state(config: Config, fleet: Fleet, skips: Skips | None = None) -> None:
     """Applies to the fleet each change that pollers write to Redis, until cancelled."""
     async with connect(config.redis, config.pool) as redis:
-        reader = StateReader(redis, config.pool, Random(), skips)
+        reader = StateReader(redis, config.pool, skips)
         async with aclosing(reader.changes()) as changes:
             async for change in changes:
                 await apply(change, fleet)

@@ -5,7 +5,6 @@ For each replica, Redis stores a list: a whole update, which has all blocks, and
 
 import math
 from collections.abc import AsyncIterator, Mapping
-from random import Random
 from typing import Any
 
 from msgspec import Struct
@@ -13,7 +12,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from extproc.fleet.held_blocks import BlockUpdate, HeldBlocks, pack, unpack
-from extproc.ground.clock import Clock
+from extproc.ground.clock import monotonic
 from extproc.share.connection import Keys, in_time
 from extproc.share.envelope import EnvelopeKind, Skips
 from extproc.share.reader import ChannelReader, keys_after
@@ -94,18 +93,11 @@ class BlockReader(ChannelReader[ReplicaBlockUpdate]):
     update before asking for the next one."""
 
     def __init__(
-        self,
-        redis: Redis,
-        pool: str,
-        held: HeldBlocks,
-        random: Random,
-        clock: Clock,
-        skips: Skips | None = None,
+        self, redis: Redis, pool: str, held: HeldBlocks, skips: Skips | None = None
     ) -> None:
-        super().__init__(redis, pool, random, skips)
+        super().__init__(redis, pool, skips)
         self._channel = self._keys.blocks_channel
         self._held = held
-        self._clock = clock
         self._read_at: dict[str, float] = {}
 
     async def _found(self) -> AsyncIterator[ReplicaBlockUpdate]:
@@ -121,14 +113,14 @@ class BlockReader(ChannelReader[ReplicaBlockUpdate]):
             return
         if self._held.follows(change.replica, change.update):
             yield change
-        elif self._clock() - self._read_at.get(change.replica, -math.inf) >= _READ_AGAIN_S:
+        elif monotonic() - self._read_at.get(change.replica, -math.inf) >= _READ_AGAIN_S:
             async for stored in self._stored(change.replica):
                 yield stored
 
     async def _stored(self, replica: str) -> AsyncIterator[ReplicaBlockUpdate]:
         """Yields those of a replica's stored updates that follow the last applied update."""
         key = self._keys.blocks + replica
-        self._read_at[replica] = self._clock()
+        self._read_at[replica] = monotonic()
         try:
             found: Any = await in_time(self._redis.lrange(key, 0, -1))
         except ResponseError as error:  # the key holds no list

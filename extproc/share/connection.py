@@ -106,10 +106,10 @@ def connect(redis: RedisSettings | str, pool: str) -> Redis:
     return Redis.from_pool(ConnectionPool(connection_class=connection, server=server, **options))
 
 
-def reconnecting(random: Random) -> Backoff:
+def reconnecting() -> Backoff:
     """Returns the waits between attempts to reach Redis: at most half a second, so that a router
     has all data again within a second after Redis is back."""
-    return Backoff(0.05, 0.5, random)
+    return Backoff(0.05, 0.5, Random())
 
 
 async def in_time(answer: Awaitable[T], wait_s: float = 0.0) -> T:

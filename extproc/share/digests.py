@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from random import Random
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -55,8 +54,8 @@ async def send_digest(redis: Redis, keys: Keys, digest: Digest) -> str:
 class DigestReader(ChannelReader[DigestEvent]):
     """Yields ``Connected``, the digests stored in Redis, and then every digest of any router."""
 
-    def __init__(self, redis: Redis, pool: str, random: Random, skips: Skips | None = None) -> None:
-        super().__init__(redis, pool, random, skips)
+    def __init__(self, redis: Redis, pool: str, skips: Skips | None = None) -> None:
+        super().__init__(redis, pool, skips)
         self._channel = self._keys.digests
 
     async def _pushed(self, data: bytes) -> AsyncIterator[DigestEvent]:

@@ -4,7 +4,6 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from random import Random
 from typing import Any, Generic, TypeVar
 
 from redis.asyncio import Redis
@@ -62,9 +61,9 @@ class Reader(ABC, Generic[T]):
     Only the reader of replica states logs outages, so that each outage is logged once.
     """
 
-    def __init__(self, redis: Redis, random: Random, skips: Skips | None = None) -> None:
+    def __init__(self, redis: Redis, skips: Skips | None = None) -> None:
         self._redis = redis
-        self._backoff = reconnecting(random)
+        self._backoff = reconnecting()
         self._skips = skips or Skips()
 
     async def changes(self) -> AsyncGenerator[T]:
@@ -91,8 +90,8 @@ class ChannelReader(Reader[T]):
 
     _channel: str
 
-    def __init__(self, redis: Redis, pool: str, random: Random, skips: Skips | None = None) -> None:
-        super().__init__(redis, random, skips)
+    def __init__(self, redis: Redis, pool: str, skips: Skips | None = None) -> None:
+        super().__init__(redis, skips)
         self._keys = Keys(pool)
 
     async def _connected(self) -> AsyncGenerator[T]:

@@ -7,7 +7,6 @@ next arrives.
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from random import Random
 
 from msgspec import Struct
 from redis.asyncio import Redis
@@ -111,8 +110,8 @@ class StateReader(ChannelReader[Change]):
     the next snapshot lacks the state.
     """
 
-    def __init__(self, redis: Redis, pool: str, random: Random, skips: Skips | None = None) -> None:
-        super().__init__(redis, pool, random, skips)
+    def __init__(self, redis: Redis, pool: str, skips: Skips | None = None) -> None:
+        super().__init__(redis, pool, skips)
         self._channel = self._keys.changes
         self.outage = outage(redis)
         self._scraped_at: dict[str, float] = {}  # in the snapshot; empty: no older states come

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from random import Random
 from typing import Any
 
 import aiohttp
@@ -89,7 +88,7 @@ class PolledView:
     async def follow(self, settings: Config) -> None:
         async with (
             connect(settings.redis, settings.pool) as redis,
-            aclosing(StateReader(redis, settings.pool, Random(1)).changes()) as changes,
+            aclosing(StateReader(redis, settings.pool).changes()) as changes,
         ):
             async for change in changes:
                 match change:

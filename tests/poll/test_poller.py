@@ -544,7 +544,7 @@ async def test_signal_stops_the_poller_and_its_heartbeat(
     async with connect(redis_server.url, "default") as redis:
         task = asyncio.create_task(run_poller(settings))
         async with asyncio.timeout(PATIENCE_S):
-            async for change in StateReader(redis, settings.pool, Random(1)).changes():
+            async for change in StateReader(redis, settings.pool).changes():
                 if isinstance(change, Put):
                     break
             os.kill(os.getpid(), number)

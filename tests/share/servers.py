@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -243,7 +242,7 @@ async def publishing(url: RedisSettings | str, pool: str = "test") -> AsyncItera
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(assignment, "LIFE_S", PATIENCE_S)
         async with connect(url, pool) as redis:
-            publisher = IntoRedis(redis, Config(pool=pool), "", Random(1))
+            publisher = IntoRedis(redis, Config(pool=pool), "")
             task = asyncio.create_task(publisher.run())
             try:
                 yield publisher
