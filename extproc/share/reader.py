@@ -103,12 +103,9 @@ class ChannelReader(Reader[T]):
                     async for change in self._found():
                         yield change
                     self._backoff.reset()
-                    await _ask_for_answer(pubsub)
                 elif message["type"] == "message":
                     async for change in self._pushed(message["data"]):
                         yield change
-                elif message["type"] == "unsubscribe":
-                    self._caught_up()
 
     @abstractmethod
     def _found(self) -> AsyncIterator[T]:
@@ -117,9 +114,6 @@ class ChannelReader(Reader[T]):
     @abstractmethod
     def _pushed(self, data: bytes) -> AsyncIterator[T]:
         """Yields the changes in a message."""
-
-    def _caught_up(self) -> None:
-        """Called after the last message that Redis pushed while the stored values were read."""
 
 
 async def _messages_of(pubsub: PubSub) -> AsyncGenerator[dict[str, Any]]:

@@ -107,14 +107,14 @@ class StateReader(ChannelReader[Change]):
     """Yields a snapshot of the replica states and then their changes; logs outages of Redis.
 
     After an outage, the reader yields a new snapshot. Redis does not push the expiry of a state;
-    the next snapshot lacks the state.
+    the next snapshot lacks the state. States that were pushed while a snapshot was read may follow
+    newer states of the snapshot.
     """
 
     def __init__(self, redis: Redis, pool: str, skips: Skips | None = None) -> None:
         super().__init__(redis, pool, skips)
         self._channel = self._keys.changes
         self.outage = outage(redis)
-        self._scraped_at: dict[str, float] = {}  # in the snapshot; empty: no older states come
         self._lists = KnownLists(redis, pool, self._skips)
 
     async def read(self, replicas: Iterable[str] | None = None) -> Snapshot:
@@ -134,8 +134,7 @@ class StateReader(ChannelReader[Change]):
     async def _found(self) -> AsyncIterator[Change]:
         snapshot = await self.read()
         self.outage.recovered()
-        self._scraped_at = {state.id: state.scraped_at for state in snapshot.states}
-        self._lists.keep(self._scraped_at)
+        self._lists.keep({state.id for state in snapshot.states})
         yield snapshot
 
     async def _pushed(self, data: bytes) -> AsyncIterator[Change]:
@@ -144,22 +143,8 @@ class StateReader(ChannelReader[Change]):
         for change in changes:
             if isinstance(change, Removed):
                 self._lists.forget(change.id)
-        for change in filter(self._is_newer, completed):
+        for change in completed:
             yield change
-
-    def _is_newer(self, change: Change) -> bool:
-        """Returns False for a state that is older than the snapshot's state, because the lower
-        counters of an older state would look like a restart of the replica.
-
-        Times of scrapes are compared only until the reader has caught up, because the clocks of two
-        pollers may differ.
-        """
-        if not isinstance(change, Put):
-            return True
-        return change.state.scraped_at >= self._scraped_at.get(change.state.id, 0.0)
-
-    def _caught_up(self) -> None:
-        self._scraped_at.clear()
 
     def _failed(self, error: Exception) -> None:
         self.outage.failed(error)
