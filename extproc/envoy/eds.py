@@ -23,8 +23,7 @@ from extproc.ground.clock import Clock, monotonic
 from extproc.ground.runtime import until_signalled
 from extproc.replica_state import TTL_S, ReplicaState
 from extproc.share.connection import connect
-from extproc.share.lists import Put
-from extproc.share.replicas import Change, Removed, Snapshot, StateReader
+from extproc.share.replicas import Change, Put, Removed, Snapshot, StateReader
 
 logger = logging.getLogger(__name__)
 

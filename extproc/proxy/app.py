@@ -36,8 +36,7 @@ from extproc.request.tokens import TokenCounter
 from extproc.route.queue import SWEEP_EVERY_S
 from extproc.share.connection import connect
 from extproc.share.envelope import Skips
-from extproc.share.lists import Put
-from extproc.share.replicas import Change, Removed, Snapshot, StateReader
+from extproc.share.replicas import Change, Put, Removed, Snapshot, StateReader
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from extproc.lab.harness.processes import free_port
 from extproc.poll.into_redis import run_poller
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
-from extproc.share.lists import Put
-from extproc.share.replicas import Removed, Snapshot, StateReader
+from extproc.share.replicas import Put, Removed, Snapshot, StateReader
 from tests.conftest import RedisServer
 from tests.poll.replica import ScriptedReplica
 from tests.waiting import PATIENCE_S

@@ -31,8 +31,7 @@ from extproc.share.assignment import known_pollers
 from extproc.share.connection import connect
 from extproc.share.drains import DrainStore
 from extproc.share.envelope import Skips
-from extproc.share.lists import Put
-from extproc.share.replicas import StateReader, StateWriter
+from extproc.share.replicas import Put, StateReader, StateWriter
 from tests.conftest import Logged, RedisServer, wait_for_redis
 from tests.poll.polling import SOON, PolledView, config, metrics_of, polling, watching
 from tests.poll.replica import (

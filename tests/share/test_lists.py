@@ -8,8 +8,7 @@ from redis.exceptions import RedisError
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import Keys
 from extproc.share.envelope import sealed_list
-from extproc.share.lists import PUT, Put
-from extproc.share.replicas import Snapshot, StateWriter
+from extproc.share.replicas import PUT, Put, Snapshot, StateWriter
 from tests.conftest import RedisServer
 from tests.share.conftest import A, Next, reading, until
 from tests.share.servers import Refuse, command, each_refusal

@@ -12,8 +12,7 @@ from extproc.ground.clock import monotonic
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import Keys
 from extproc.share.envelope import sealed_list
-from extproc.share.lists import PUT, Put
-from extproc.share.replicas import Removed, Snapshot, StateWriter
+from extproc.share.replicas import PUT, Put, Removed, Snapshot, StateWriter
 from tests.conftest import Logged, RedisServer, wait_for_redis
 from tests.share.conftest import BACK, LOST, A, B, lost, reading, until
 from tests.share.servers import HOST, proxied
