@@ -8,7 +8,6 @@ from typing import Any, Generic, TypeVar
 
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.utils import str_if_bytes
 
@@ -95,9 +94,10 @@ class ChannelReader(Reader[T]):
         self._keys = Keys(pool)
 
     async def _connected(self) -> AsyncGenerator[T]:
-        async with self._redis.pubsub() as pubsub, aclosing(_messages_of(pubsub)) as messages:
+        async with self._redis.pubsub() as pubsub:
             await in_time(pubsub.subscribe(self._channel))
-            async for message in messages:
+            while True:
+                message = await _next_message(pubsub)
                 if message["type"] == "subscribe":
                     # The channel brings every change from now on. redis-py resubscribes if needed.
                     async for change in self._found():
@@ -116,23 +116,17 @@ class ChannelReader(Reader[T]):
         """Yields the changes in a message."""
 
 
-async def _messages_of(pubsub: PubSub) -> AsyncGenerator[dict[str, Any]]:
-    """Yields messages; asks Redis for an answer if none arrive, to detect a dead connection."""
-    asked = False
-    while True:
-        # get_message reconnects without a time limit.
-        message = await in_time(pubsub.get_message(timeout=TIMEOUT_S), TIMEOUT_S)
-        if message is not None:
-            asked = False
-            yield message
-        elif asked:
-            raise RedisConnectionError(f"no answer within {TIMEOUT_S:g} s")
-        else:
-            await _ask_for_answer(pubsub)
-            asked = True
+async def _next_message(pubsub: PubSub) -> dict[str, Any]:
+    """Waits for a message. If none arrives for ``TIMEOUT_S``, makes Redis send a message of the
+    type ``unsubscribe``, to detect a dead connection.
 
-
-async def _ask_for_answer(pubsub: PubSub) -> None:
-    """Makes Redis send a message of the type ``unsubscribe``. PING does not suit:
-    a Redis that cannot save its data refuses PING, and the reader would reconnect without end."""
+    PING does not suit: a Redis that cannot save its data refuses PING, and the reader would
+    reconnect without end.
+    """
+    # get_message reconnects without a time limit.
+    message: dict[str, Any] | None = await in_time(pubsub.get_message(timeout=TIMEOUT_S), TIMEOUT_S)
+    if message is not None:
+        return message
     await in_time(pubsub.unsubscribe(_NO_CHANNEL))
+    answer: dict[str, Any] = await in_time(pubsub.get_message(timeout=None))
+    return answer
