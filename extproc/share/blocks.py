@@ -95,8 +95,7 @@ class BlockReader(ChannelReader[ReplicaBlockUpdate]):
     def __init__(
         self, redis: Redis, pool: str, held: HeldBlocks, skips: Skips | None = None
     ) -> None:
-        super().__init__(redis, pool, skips)
-        self._channel = self._keys.blocks_channel
+        super().__init__(redis, pool, Keys(pool).blocks_channel, skips)
         self._held = held
         self._read_at: dict[str, float] = {}
 

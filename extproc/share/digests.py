@@ -55,8 +55,7 @@ class DigestReader(ChannelReader[DigestEvent]):
     """Yields ``Connected``, the digests stored in Redis, and then every digest of any router."""
 
     def __init__(self, redis: Redis, pool: str, skips: Skips | None = None) -> None:
-        super().__init__(redis, pool, skips)
-        self._channel = self._keys.digests
+        super().__init__(redis, pool, Keys(pool).digests, skips)
 
     async def _pushed(self, data: bytes) -> AsyncIterator[DigestEvent]:
         if digest := self._skips.open(self._channel, data, DIGEST):
@@ -72,8 +71,6 @@ class DigestReader(ChannelReader[DigestEvent]):
 
 async def living_routers(redis: Redis, pool: str) -> dict[str, str]:
     """Returns the admin address of each router of a pool, by router name; empty if not known."""
-    found = dict[str, str]()
     keys = await keys_after(redis, Keys(pool).router)
-    async for page in stored_values(redis, keys, Skips(), DIGEST):
-        found |= {digest.router: digest.admin for digest, _ in page}
-    return found
+    pages = stored_values(redis, keys, Skips(), DIGEST)
+    return {digest.router: digest.admin async for page in pages for digest, _ in page}

@@ -87,11 +87,10 @@ class Reader(ABC, Generic[T]):
 class ChannelReader(Reader[T]):
     """Reads the stored values of keys, and then the channel to which Redis pushes their changes."""
 
-    _channel: str
-
-    def __init__(self, redis: Redis, pool: str, skips: Skips | None = None) -> None:
+    def __init__(self, redis: Redis, pool: str, channel: str, skips: Skips | None) -> None:
         super().__init__(redis, skips)
         self._keys = Keys(pool)
+        self._channel = channel
 
     async def _connected(self) -> AsyncGenerator[T]:
         async with self._redis.pubsub() as pubsub:

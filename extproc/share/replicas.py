@@ -149,8 +149,7 @@ class StateReader(ChannelReader[Change]):
     """
 
     def __init__(self, redis: Redis, pool: str, skips: Skips | None = None) -> None:
-        super().__init__(redis, pool, skips)
-        self._channel = self._keys.changes
+        super().__init__(redis, pool, Keys(pool).changes, skips)
         self.outage = outage(redis)
         self._lists: dict[str, Lists] = {}  # by hash
 
