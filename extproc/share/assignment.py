@@ -57,12 +57,12 @@ async def known_pollers(
     found: Any = await in_time(redis.smembers(keys.pollers))
     names = sorted(map(str_if_bytes, found))
     beats = await _heartbeats(redis, keys, names, skips) if names else {}
-    alive, stopped = dict[str, tuple[str, ...]](), set[str]()
-    for name, beat in beats.items():
-        if beat and beat.stopped:
-            stopped.add(name)
-        else:
-            alive[process_address(name)] = beat.problems if beat else ()
+    stopped = {name for name, beat in beats.items() if beat and beat.stopped}
+    alive = {
+        process_address(name): beat.problems if beat else ()
+        for name, beat in beats.items()
+        if name not in stopped
+    }
     return alive, stopped
 
 
