@@ -100,9 +100,8 @@ class BlockReader(ChannelReader[ReplicaBlockUpdate]):
         self._read_at: dict[str, float] = {}
 
     async def _found(self) -> AsyncIterator[ReplicaBlockUpdate]:
-        beginning = self._keys.blocks
-        for key in await keys_after(self._redis, beginning):
-            async for change in self._stored(key.removeprefix(beginning)):
+        for key in await keys_after(self._redis, self._keys.blocks):
+            async for change in self._stored(key):
                 yield change
 
     async def _pushed(self, data: bytes) -> AsyncIterator[ReplicaBlockUpdate]:
@@ -110,16 +109,16 @@ class BlockReader(ChannelReader[ReplicaBlockUpdate]):
         change = self._skips.open(self._channel, data, BLOCKS)
         if change is None:
             return
+        key = self._keys.blocks + change.replica
         if self._held.follows(change.replica, change.update):
             yield change
-        elif monotonic() - self._read_at.get(change.replica, -math.inf) >= _READ_AGAIN_S:
-            async for stored in self._stored(change.replica):
+        elif monotonic() - self._read_at.get(key, -math.inf) >= _READ_AGAIN_S:
+            async for stored in self._stored(key):
                 yield stored
 
-    async def _stored(self, replica: str) -> AsyncIterator[ReplicaBlockUpdate]:
-        """Yields those of a replica's stored updates that follow the last applied update."""
-        key = self._keys.blocks + replica
-        self._read_at[replica] = monotonic()
+    async def _stored(self, key: str) -> AsyncIterator[ReplicaBlockUpdate]:
+        """Yields those updates in a replica's list that follow the last applied update."""
+        self._read_at[key] = monotonic()
         try:
             found: Any = await in_time(self._redis.lrange(key, 0, -1))
         except ResponseError as error:  # the key holds no list
