@@ -82,6 +82,8 @@ class Queue:
         self._settings = settings
         self._clock = clock
         self._backlog = Backlog(clock())
+        # Queued requests as predictions see them; None if the settings let no request wait.
+        self.backlog = self._backlog if settings.longest_s > 0.0 else None
         self._turns = Turns(fleet, self._backlog, clock)
         fleet.digests.queued = self._backlog.work
         self._requests: dict[Waiting, None] = {}  # the oldest first
@@ -91,11 +93,6 @@ class Queue:
         self._moved_at = clock()  # when a request was last dispatched, or ended
         self._sweeps = 0  # modulo _ROUND
         self._rate, self._rate_at = 0.0, clock()  # dispatches per second
-
-    @property
-    def backlog(self) -> Backlog | None:
-        """Queued requests as predictions see them; None if the settings let no request wait."""
-        return self._backlog if self._settings.longest_s > 0.0 else None
 
     def __iter__(self) -> Iterator[Waiting]:
         return iter(self._requests)
@@ -130,7 +127,7 @@ class Queue:
 
         A request that starts now is charged to its tenant if the tenant has queued requests.
         """
-        if self.backlog is not None and decision.wait_s > 0.0:
+        if decision.wait_s > 0.0:
             return False
         key = key_of(decision.profile)
         if key in self._backlog.shares:
