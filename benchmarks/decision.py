@@ -203,7 +203,7 @@ class _FullRouter:
         self._tenants = cycle(map(str, range(tenants)))
         self._clock = VirtualClock()
         self._fleet = Fleet(OutputLengths(), self._clock)
-        self._queue = Queue(self._fleet, HoldSettings(most=2 * max(QUEUED)), self._clock)
+        self._queue = Queue(self._fleet, HoldSettings(most=2 * max(QUEUED)))
         self._router = Router(self._fleet, "completion", Random(0), backlog=self._queue.backlog)
         self._sent: deque[tuple[str, Ticket]] = deque()
         for number in range(_QUEUE_REPLICAS):

@@ -5,7 +5,6 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from random import Random
 from typing import Any
 
 from msgspec import structs
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 async def _run(args: argparse.Namespace, settings: RedisSettings, pool: str) -> str:
     async with connect(settings, pool) as redis:
         try:
-            drains, states = DrainStore(redis, pool), StateReader(redis, pool, Random())
+            drains, states = DrainStore(redis, pool), StateReader(redis, pool)
             replicas = await _replicas(drains, states)
             if args.action == "list":
                 if not replicas and not (await known_pollers(redis, pool, Skips()))[0]:

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Collection, Mapping
 from contextlib import AsyncExitStack, aclosing
 from functools import lru_cache
-from random import Random
 
 from betterproto2 import encode_varint
 from envoy_data_plane.envoy.config.core.v3 import Address, HealthStatus, SocketAddress
@@ -24,8 +23,7 @@ from extproc.ground.clock import Clock, monotonic
 from extproc.ground.runtime import until_signalled
 from extproc.replica_state import TTL_S, ReplicaState
 from extproc.share.connection import connect
-from extproc.share.lists import Put
-from extproc.share.replicas import Change, Removed, Snapshot, StateReader
+from extproc.share.replicas import Change, Put, Removed, Snapshot, StateReader
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +54,7 @@ async def run_eds(config: Config) -> None:
         readers = []
         for pool in config.each_pool:
             redis = await stack.enter_async_context(connect(pool.redis, pool.pool))
-            readers.append(StateReader(redis, pool.pool, Random()))
+            readers.append(StateReader(redis, pool.pool))
         logger.info("eds ready", extra={"port": port, "pool": ", ".join(pools)})
         await until_signalled(
             *(_follow(*each, changed) for each in zip(readers, pools.values(), strict=True)),

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from random import Random
 
 import aiohttp
 from redis.asyncio import Redis
@@ -166,7 +165,7 @@ async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
             await _use_rights(redis, Keys(config.pool))
             pollers, _ = await known_pollers(redis, config.pool, Skips())
             routers = await keys_after(redis, Keys(config.pool).router)
-            snapshot = await StateReader(redis, config.pool, Random()).read()
+            snapshot = await StateReader(redis, config.pool).read()
         except (RedisError, OSError) as error:
             text = _REFUSES if isinstance(error, ResponseError) else _UNREACHABLE
             if isinstance(error, OutOfMemoryError) or "MISCONF" in str(error):

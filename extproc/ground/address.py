@@ -41,12 +41,6 @@ def is_ip(host: str) -> bool:
     return True
 
 
-def is_loopback(address: str) -> bool:
-    """Returns True if ``host:port`` can be reached only from the same machine."""
-    host, _ = split_address(address)
-    return host == "localhost" or (is_ip(host) and ipaddress.ip_address(host).is_loopback)
-
-
 async def reachable(address: str) -> str:
     """Returns the address at which others reach a server that listens on ``host:port``.
 
@@ -71,7 +65,9 @@ def within_reach(address: str, process: str) -> bool:
 
     ``process``: the process that listens at ``address``, as ``host:port`` with its machine as host.
     """
-    return not is_loopback(address) or process.rpartition(":")[0] == gethostname()
+    host, _ = split_address(address)
+    loopback = host == "localhost" or (is_ip(host) and ipaddress.ip_address(host).is_loopback)
+    return not loopback or process_address(process) == gethostname()
 
 
 def with_name(address: str, name: str) -> str:

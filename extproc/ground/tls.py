@@ -32,7 +32,6 @@ class Certificates:
 
 def read(section: str, cert: Path, key: Path | None, client_ca: Path | None) -> Certificates:
     """Reads and tests the files that a section of the configuration names."""
-    assert key is not None  # TlsSettings accepts only pairs
     chain = read_certificates(f"{section}.tls_cert", cert)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     key_pem = load_pair(context, f"{section}.tls_key", cert, key)

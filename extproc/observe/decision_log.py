@@ -69,7 +69,7 @@ class LoggedDecision(msgspec.Struct, eq=False):
             request_id=self.request_id,
             pool=self.pool,
             decided_at=self.decided_at,
-            policy=decision.policy,
+            policy=decision.choice.policy,
             endpoint=str(profile.endpoint),
             model=profile.requested_model or profile.model,
             served_as=decision.name,
@@ -156,7 +156,7 @@ def summary_of(decision: Decision, waited: float) -> dict[str, str | float]:
         "queued_s": waited,
     }
     return {
-        "policy": decision.policy,
+        "policy": decision.choice.policy,
         "replica": view.names[decision.choice.first],
         "model": decision.name or profile.model,
     } | {name: short for name, figure in figures.items() if (short := _short(figure)) is not None}

@@ -103,7 +103,7 @@ class Discovery:
         for source in sources:
             for target in self._targets_of(source):
                 found.setdefault(target.id, target)
-        self._drains.name(found)
+        self._drains.listed = found
         return tuple(
             replace(target, draining=target.draining or self._drains.has(id_))
             for id_, target in found.items()

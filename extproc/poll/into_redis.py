@@ -121,7 +121,7 @@ async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
     _, port = split_address(config.poll.admin)
     name = f"{socket.gethostname()}:{port}:{random.getrandbits(32):08x}"
     async with connect(config.redis, config.pool) as redis:
-        into = IntoRedis(redis, config, name, random, Skips(metrics.skipped))
+        into = IntoRedis(redis, config, name, Skips(metrics.skipped))
         poller = Poller(config, into, metrics, random)
         metrics.redis_lost.labels(config.pool).set_function(lambda: bool(into.outage.problem))
         health.add(config.pool, into.assigner, into.outage, poller.unlisted)
@@ -139,18 +139,15 @@ class IntoRedis(Destination):
         name: name of the poller, unique among pollers.
     """
 
-    def __init__(
-        self, redis: Redis, config: Config, name: str, random: Random, skips: Skips | None = None
-    ) -> None:
+    def __init__(self, redis: Redis, config: Config, name: str, skips: Skips | None = None) -> None:
         super().__init__()
         pool = config.pool
         self.outage = outage(redis)
         self.assigner = Assigner(redis, pool, name, self.outage, monotonic, skips)
-        self._reader = StateReader(redis, pool, random, skips)
+        self._reader = StateReader(redis, pool, skips)
         self._writer = StateWriter(redis, pool, TTL_S)
         self._block_writer = BlockWriter(redis, pool)
         self.drain_store = DrainStore(redis, pool, skips)
-        self._random = random
         self._current: dict[str, ReplicaState] = {}
         self._changed: set[str] = set()  # replicas whose current state has to be written
         self._leaving: set[str] = set()  # replicas whose state has to be deleted
@@ -166,7 +163,7 @@ class IntoRedis(Destination):
         )
 
     async def _keep_writing(self, due: asyncio.Event, write: Callable[[], Awaitable[bool]]) -> None:
-        backoff = reconnecting(self._random)
+        backoff = reconnecting()
         while True:
             await due.wait()
             await asyncio.sleep(_GATHER_S)

@@ -36,8 +36,7 @@ from extproc.request.tokens import TokenCounter
 from extproc.route.queue import SWEEP_EVERY_S
 from extproc.share.connection import connect
 from extproc.share.envelope import Skips
-from extproc.share.lists import Put
-from extproc.share.replicas import Change, Removed, Snapshot, StateReader
+from extproc.share.replicas import Change, Put, Removed, Snapshot, StateReader
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +145,7 @@ async def _follow_fleets(pools: Sequence[Services], registry: CollectorRegistry)
 async def follow_state(config: Config, fleet: Fleet, skips: Skips | None = None) -> None:
     """Applies to the fleet each change that pollers write to Redis, until cancelled."""
     async with connect(config.redis, config.pool) as redis:
-        reader = StateReader(redis, config.pool, Random(), skips)
+        reader = StateReader(redis, config.pool, skips)
         async with aclosing(reader.changes()) as changes:
             async for change in changes:
                 await apply(change, fleet)

@@ -238,7 +238,7 @@ class Exchange:
         destination = self.destination(decision)
         self._in_flight = InFlight(services, decision, destination, outcome, self.response_visible)
         services.metrics.requests.add("routed")
-        services.metrics.decisions.add(decision.policy, decision.replica)
+        services.metrics.decisions.add(decision.choice.policy, decision.replica)
         if waited:
             outcome.queued_s, outcome.queue_reason = waited, reason
             services.metrics.queued_seconds.observe(waited)

@@ -90,7 +90,7 @@ def routing(
     _, port = split_address(config.serve.listen)
     address = f"{gethostname()}:{port}"
     fleet, route = Fleet(OutputLengths(), clock, wall, names, address), config.route
-    queue = Queue(fleet, config.hold, clock)
+    queue = Queue(fleet, config.hold)
     return queue, Router(fleet, route.policy, random, route.session_cost_s, queue.backlog)
 
 

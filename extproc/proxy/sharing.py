@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 from functools import partial
-from random import Random
 from typing import TypeVar
 
 from redis.asyncio import Redis
@@ -45,19 +44,17 @@ T = TypeVar("T")
 async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, delays: Delays) -> None:
     """Sends this router's state to the other routers, and receives their states. Sends a farewell
     when cancelled."""
-    pool, skips, random = config.pool, Skips(metrics.skipped), Random()
+    pool, skips = config.pool, Skips(metrics.skipped)
     async with connect(config.redis, pool) as redis:
         keys = Keys(pool)
-        prompts = StreamReader(redis, keys.prompts, PROMPTS, random, skips)
+        prompts = StreamReader(redis, keys.prompts, PROMPTS, skips)
         parts = [
             _publish_admin(fleet, config.serve.admin),
             _send_digests(partial(send_digest, redis, keys), fleet, metrics, delays),
-            _receive(DigestReader(redis, pool, random, skips), partial(_take, fleet, metrics)),
+            _receive(DigestReader(redis, pool, skips), partial(_take, fleet, metrics)),
             _send_prompts(redis, keys.prompts, fleet),
             _receive_prompts(prompts, fleet),
-            _receive_blocks(
-                BlockReader(redis, pool, fleet.blocks, random, monotonic, skips), fleet
-            ),
+            _receive_blocks(BlockReader(redis, pool, fleet.blocks, skips), fleet),
             _watch_pollers(redis, pool, fleet, skips),
             _remember_models(redis, pool, fleet),
         ]
@@ -65,7 +62,7 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, delays: De
         if config.route.keeps_sessions:
             owned.append((fleet.sessions, keys.sessions))
         for owners, key in owned:
-            reader = StreamReader(redis, key, OWNER, random, skips)
+            reader = StreamReader(redis, key, OWNER, skips)
             parts.append(_send_owners(redis, key, owners))
             parts.append(_receive(reader, partial(_keep_owner, owners)))
         await together(*parts)
@@ -82,7 +79,7 @@ async def _receive(reader: Reader[T], take: Callable[[T], None]) -> None:
 async def _send_digests(
     send: Callable[[Digest], Awaitable[str]], fleet: Fleet, metrics: RouterMetrics, delays: Delays
 ) -> None:
-    backoff = reconnecting(Random())
+    backoff = reconnecting()
     try:
         while True:
             started = monotonic()

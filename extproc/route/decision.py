@@ -113,10 +113,6 @@ class Decision(Struct, eq=False):
     fallback: str = ""  # why the load of other routers did not count
 
     @property
-    def policy(self) -> str:
-        return self.choice.policy
-
-    @property
     def why(self) -> str:
         """Reason for the choice as text; composed anew at each access."""
         reason = self.choice.reason(self.choice)

@@ -8,7 +8,7 @@ import numpy as np
 from extproc.predict.correction import ErrorQuantiles
 from extproc.predict.inputs import Floats, least
 from extproc.route.decision import Choice, Situation
-from extproc.route.policies import choose, lowest
+from extproc.route.policies import POLICIES, as_good, lowest, soonest, with_few_requests
 from extproc.route.reasons import seconds, why
 
 _OWN = 0.5
@@ -16,8 +16,18 @@ _OWN = 0.5
 
 
 def by_policy(policy: str, situation: Situation) -> Choice:
-    """Choose the candidate that the policy scores lowest."""
-    first, scores = choose(policy, situation)
+    """Choose the candidate that the policy scores lowest, at random among equals.
+
+    ``completion`` treats scores within an error band as equal, so that no prediction error decides.
+    Among equal scores the soonest first token wins, then few requests, then the most cached tokens.
+    """
+    scores = POLICIES[policy](situation)
+    if policy == "completion":
+        equal = soonest(situation, as_good(situation.prediction, scores))
+        equal = with_few_requests(situation, equal)
+        first = equal.item(lowest(-situation.prediction.cached[equal], situation.random))
+    else:
+        first = lowest(scores, situation.random)
     return Choice(policy, first, scores, partial(why, policy, situation))
 
 

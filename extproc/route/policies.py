@@ -27,20 +27,6 @@ least loaded, and over 1.5 times as many."""
 _TIE = 1e-6  # ``power_of_two``: added to the second score, so that the first wins ties
 
 
-def choose(policy: str, situation: Situation) -> tuple[int, Floats]:
-    """Return the candidate with the lowest score, at random among equals, and all scores.
-
-    ``completion`` treats scores within an error band as equal, so that no prediction error decides.
-    Among equal scores the soonest first token wins, then few requests, then the most cached tokens.
-    """
-    scores = POLICIES[policy](situation)
-    if policy != "completion":
-        return lowest(scores, situation.random), scores
-    equal = soonest(situation, as_good(situation.prediction, scores))
-    equal = with_few_requests(situation, equal)
-    return equal.item(lowest(-situation.prediction.cached[equal], situation.random)), scores
-
-
 def as_good(prediction: Prediction, scores: Floats) -> Indices:
     """Return the candidates whose scores ``completion`` treats as equal to the lowest.
 

@@ -56,7 +56,6 @@ from math import exp, inf
 
 from extproc.config import HoldSettings
 from extproc.fleet.fleet import Fleet
-from extproc.ground.clock import Clock
 from extproc.request.errors import Saturated
 from extproc.route.backlog import Backlog
 from extproc.route.decision import Decision
@@ -77,25 +76,21 @@ _DRAIN_S = 30.0  # time constant of the rate of dispatches
 class Queue:
     """Queued requests of one pool; the module docstring states the guarantees."""
 
-    def __init__(self, fleet: Fleet, settings: HoldSettings, clock: Clock) -> None:
+    def __init__(self, fleet: Fleet, settings: HoldSettings) -> None:
         self._fleet = fleet
         self._settings = settings
-        self._clock = clock
-        self._backlog = Backlog(clock())
-        self._turns = Turns(fleet, self._backlog, clock)
+        self._backlog = Backlog(fleet.now)
+        # Queued requests as predictions see them; None if the settings let no request wait.
+        self.backlog = self._backlog if settings.longest_s > 0.0 else None
+        self._turns = Turns(fleet, self._backlog)
         fleet.digests.queued = self._backlog.work
         self._requests: dict[Waiting, None] = {}  # the oldest first
         self._due = Ranked[Waiting]()  # by the time at which a request is decided anew
         self._numbers = count(1)
         self._members: dict[str, int] = {}  # replicas and their rows, at the last sweep
-        self._moved_at = clock()  # when a request was last dispatched, or ended
+        self._moved_at = fleet.now  # when a request was last dispatched, or ended
         self._sweeps = 0  # modulo _ROUND
-        self._rate, self._rate_at = 0.0, clock()  # dispatches per second
-
-    @property
-    def backlog(self) -> Backlog | None:
-        """Queued requests as predictions see them; None if the settings let no request wait."""
-        return self._backlog if self._settings.longest_s > 0.0 else None
+        self._rate, self._rate_at = 0.0, fleet.now  # dispatches per second
 
     def __iter__(self) -> Iterator[Waiting]:
         return iter(self._requests)
@@ -113,13 +108,13 @@ class Queue:
 
     def shares(self) -> dict[str, float]:
         """Replica-seconds that each tenant received lately while requests were queued."""
-        return self._backlog.shares.recent(self._clock())
+        return self._backlog.shares.recent(self._fleet.now)
 
     def retry_after_s(self) -> float:
         """Seconds until the queue has drained at the dispatch rate of the last half minute."""
         if not self._requests:
             return 0.0
-        rate = self._rate * exp((self._rate_at - self._clock()) / _DRAIN_S)
+        rate = self._rate * exp((self._rate_at - self._fleet.now) / _DRAIN_S)
         longest = self._settings.longest_s
         return min(len(self) / rate, longest) if rate > 0.0 else longest
 
@@ -130,7 +125,7 @@ class Queue:
 
         A request that starts now is charged to its tenant if the tenant has queued requests.
         """
-        if self.backlog is not None and decision.wait_s > 0.0:
+        if decision.wait_s > 0.0:
             return False
         key = key_of(decision.profile)
         if key in self._backlog.shares:
@@ -154,7 +149,7 @@ class Queue:
     def request_ended(self, replica: str) -> None:
         """Offer the replica to queued requests, because a request on it has ended. If it is another
         router's turn, only requests of higher priority may start there."""
-        self._moved_at = self._clock()
+        self._moved_at = self._fleet.now
         self._turns.leave(replica)
         self._offer(replica)
 
@@ -165,7 +160,7 @@ class Queue:
             self._offer(self._fleet.members.by_row[row].id)
         if not self._requests:
             return
-        now = self._clock()
+        now = self._fleet.now
         self._refuse_overdue(now)
         self._leave_departed(now)
         for _ in range(_DUE):
@@ -181,7 +176,7 @@ class Queue:
         """Dispatch requests to a replica that may have more room than before."""
         decided, row = 0, self._fleet.members.rows.get(replica)
         while row is not None and self._requests and decided < _OFFERS:
-            now, room = self._clock(), self._fleet.free_kv_tokens(replica)
+            now, room = self._fleet.now, self._fleet.free_kv_tokens(replica)
             left = self._backlog.left.get(row, -inf)
             for request in self._backlog.heads(row, _MODELS):
                 if request.priority <= left or room < request.tokens or request.declines(row, now):
@@ -269,7 +264,7 @@ class Queue:
     def _dismiss(self, request: Waiting, why: str, code: str, decides: bool = True) -> None:
         """Refuse a request. With ``decides``, first decide the request once more, and dispatch it
         if a replica can start it now."""
-        if decides and self._decide(request, self._clock(), last_chance=True):
+        if decides and self._decide(request, self._fleet.now, last_chance=True):
             return
         self._leave(request)
         message = f"every replica is full: {why}"

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from extproc.fleet.fleet import Fleet
-from extproc.ground.clock import Clock
 from extproc.route.backlog import Backlog
 
 _FACTOR = 1.5
@@ -27,10 +26,9 @@ class Turns:
     router leaves a replica, it sends no request of this highest priority or below there.
     """
 
-    def __init__(self, fleet: Fleet, backlog: Backlog, clock: Clock) -> None:
+    def __init__(self, fleet: Fleet, backlog: Backlog) -> None:
         self._fleet = fleet
         self._backlog = backlog
-        self._clock = clock
         self._until: dict[int, float] = {}  # row → until when the replica is left
 
     def leave(self, replica: str) -> None:
@@ -41,12 +39,12 @@ class Turns:
             return
         [own] = self._backlog.work_at([row])
         if (priority := self._others(row, own)) is not None:
-            self._until.setdefault(row, self._clock() + _LEFT_S)
+            self._until.setdefault(row, self._fleet.now + _LEFT_S)
             self._backlog.left[row] = priority
 
     def over(self) -> list[int]:
         """Return the rows of replicas that were left for 0.1 s; they are left no longer."""
-        now = self._clock()
+        now = self._fleet.now
         rows = [row for row, until in self._until.items() if until <= now]
         for row in rows:
             del self._until[row], self._backlog.left[row]

@@ -57,12 +57,12 @@ async def known_pollers(
     found: Any = await in_time(redis.smembers(keys.pollers))
     names = sorted(map(str_if_bytes, found))
     beats = await _heartbeats(redis, keys, names, skips) if names else {}
-    alive, stopped = dict[str, tuple[str, ...]](), set[str]()
-    for name, beat in beats.items():
-        if beat and beat.stopped:
-            stopped.add(name)
-        else:
-            alive[process_address(name)] = beat.problems if beat else ()
+    stopped = {name for name, beat in beats.items() if beat and beat.stopped}
+    alive = {
+        process_address(name): beat.problems if beat else ()
+        for name, beat in beats.items()
+        if name not in stopped
+    }
     return alive, stopped
 
 
@@ -79,8 +79,8 @@ async def _heartbeats(
 class Assigner:
     """Assigns replicas to one poller, whose name is unique.
 
-    - Until its second heartbeat, a new poller takes no replica that other pollers list: its first
-      heartbeat only announces the new poller.
+    - A new poller, or one whose heartbeat has expired, takes no replica that other pollers list
+      until its second heartbeat: the first one only announces the poller.
     - While Redis is away, the poller keeps its replicas. If Redis comes back empty, the pollers
       known before the outage count as living for ``LIFE_S``, to have time for new heartbeats.
     """
@@ -104,16 +104,15 @@ class Assigner:
         self._others: dict[str, frozenset[str]] = {}  # other living poller → replicas on its list
         self._others_until = clock()  # until this time all known pollers count as living
         self._replicas: frozenset[str] = frozenset()
-        self._is_new = True
-        self._lives_until = inf  # expiry of the last heartbeat, written or only attempted
+        self._lives_until = -inf  # expiry of the last heartbeat, written or only attempted
         self.beat_at: float | None = None  # when the last attempt to write a heartbeat ended
 
     @property
     def lapsed(self) -> bool:
-        """True if the heartbeat has expired, because the process stood still or was slow.
+        """True if no heartbeat is alive: the poller is new, or stood still, or was slow.
 
-        Then other pollers may have taken over the replicas, so this poller must write no states
-        until its next heartbeat tells which replicas it still has.
+        Other pollers may have taken over the replicas, so this poller must write no states until
+        its next heartbeat tells which replicas it still has.
         """
         return self._clock() > self._lives_until
 
@@ -132,15 +131,12 @@ class Assigner:
             self._replicas &= {*replicas}
         else:
             now = self._clock()
-            if not (was_known or self._is_new):
-                lapsed = now > self._lives_until
-                redis_was_emptied = not lapsed
+            lapsed = not was_known and now > self._lives_until
+            redis_was_emptied = not (was_known or lapsed)
             if redis_was_emptied:
                 self._others_until = now + LIFE_S
             self._others = self._others | others if now < self._others_until else others
-            self._is_new |= lapsed
-            self._replicas = frozenset(filter(self._owns, replicas))
-            self._is_new = False
+            self._replicas = frozenset(each for each in replicas if self._owns(each, lapsed))
             self._lives_until = began + LIFE_S
             if not self._replicas:  # with replicas, the next write of states ends the outage
                 self._outage.recovered()
@@ -161,9 +157,9 @@ class Assigner:
         except (RedisError, OSError) as error:
             self._outage.failed(error)
 
-    def _owns(self, replica: str) -> bool:
+    def _owns(self, replica: str, is_new: bool) -> bool:
         rivals = [name for name, listed in self._others.items() if replica in listed]
-        if self._is_new:
+        if is_new:
             return not rivals
         mine = _weight(self._poller, replica)
         return all(mine > _weight(name, replica) for name in rivals)

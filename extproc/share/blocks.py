@@ -5,7 +5,6 @@ For each replica, Redis stores a list: a whole update, which has all blocks, and
 
 import math
 from collections.abc import AsyncIterator, Mapping
-from random import Random
 from typing import Any
 
 from msgspec import Struct
@@ -13,7 +12,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from extproc.fleet.held_blocks import BlockUpdate, HeldBlocks, pack, unpack
-from extproc.ground.clock import Clock
+from extproc.ground.clock import monotonic
 from extproc.share.connection import Keys, in_time
 from extproc.share.envelope import EnvelopeKind, Skips
 from extproc.share.reader import ChannelReader, keys_after
@@ -94,24 +93,15 @@ class BlockReader(ChannelReader[ReplicaBlockUpdate]):
     update before asking for the next one."""
 
     def __init__(
-        self,
-        redis: Redis,
-        pool: str,
-        held: HeldBlocks,
-        random: Random,
-        clock: Clock,
-        skips: Skips | None = None,
+        self, redis: Redis, pool: str, held: HeldBlocks, skips: Skips | None = None
     ) -> None:
-        super().__init__(redis, pool, random, skips)
-        self._channel = self._keys.blocks_channel
+        super().__init__(redis, pool, Keys(pool).blocks_channel, skips)
         self._held = held
-        self._clock = clock
         self._read_at: dict[str, float] = {}
 
     async def _found(self) -> AsyncIterator[ReplicaBlockUpdate]:
-        beginning = self._keys.blocks
-        for key in await keys_after(self._redis, beginning):
-            async for change in self._stored(key.removeprefix(beginning)):
+        for key in await keys_after(self._redis, self._keys.blocks):
+            async for change in self._stored(key):
                 yield change
 
     async def _pushed(self, data: bytes) -> AsyncIterator[ReplicaBlockUpdate]:
@@ -119,16 +109,16 @@ class BlockReader(ChannelReader[ReplicaBlockUpdate]):
         change = self._skips.open(self._channel, data, BLOCKS)
         if change is None:
             return
+        key = self._keys.blocks + change.replica
         if self._held.follows(change.replica, change.update):
             yield change
-        elif self._clock() - self._read_at.get(change.replica, -math.inf) >= _READ_AGAIN_S:
-            async for stored in self._stored(change.replica):
+        elif monotonic() - self._read_at.get(key, -math.inf) >= _READ_AGAIN_S:
+            async for stored in self._stored(key):
                 yield stored
 
-    async def _stored(self, replica: str) -> AsyncIterator[ReplicaBlockUpdate]:
-        """Yields those of a replica's stored updates that follow the last applied update."""
-        key = self._keys.blocks + replica
-        self._read_at[replica] = self._clock()
+    async def _stored(self, key: str) -> AsyncIterator[ReplicaBlockUpdate]:
+        """Yields those updates in a replica's list that follow the last applied update."""
+        self._read_at[key] = monotonic()
         try:
             found: Any = await in_time(self._redis.lrange(key, 0, -1))
         except ResponseError as error:  # the key holds no list

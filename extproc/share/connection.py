@@ -93,23 +93,22 @@ def connect(redis: RedisSettings | str, pool: str) -> Redis:
         return Redis(unix_socket_path=options.pop("path"), **options)
     node = options.pop("host", ""), options.pop("port", _PORT)
     server = Server([node])
+    nodes = [split_address(address) for address in settings.sentinels or settings.cluster]
     asking = SSLConnection if tls else Connection
     if settings.service is not None:
         login = {"username": settings.sentinel_username, "password": settings.sentinel_password}
-        nodes = [split_address(address) for address in settings.sentinels]
         kind, ask = f"{settings.service} of sentinels ", partial(ask_sentinel, settings.service)
         server = Server(nodes, kind, ask, asking, options | login | {"db": 0})
     elif settings.cluster:
-        nodes = [split_address(address) for address in settings.cluster]
         server = Server(nodes, "cluster ", partial(ask_cluster, Keys(pool).slot), asking, options)
     connection = LocatedTlsConnection if tls else LocatedConnection
     return Redis.from_pool(ConnectionPool(connection_class=connection, server=server, **options))
 
 
-def reconnecting(random: Random) -> Backoff:
+def reconnecting() -> Backoff:
     """Returns the waits between attempts to reach Redis: at most half a second, so that a router
     has all data again within a second after Redis is back."""
-    return Backoff(0.05, 0.5, random)
+    return Backoff(0.05, 0.5, Random())
 
 
 async def in_time(answer: Awaitable[T], wait_s: float = 0.0) -> T:

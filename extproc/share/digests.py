@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from random import Random
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -55,9 +54,8 @@ async def send_digest(redis: Redis, keys: Keys, digest: Digest) -> str:
 class DigestReader(ChannelReader[DigestEvent]):
     """Yields ``Connected``, the digests stored in Redis, and then every digest of any router."""
 
-    def __init__(self, redis: Redis, pool: str, random: Random, skips: Skips | None = None) -> None:
-        super().__init__(redis, pool, random, skips)
-        self._channel = self._keys.digests
+    def __init__(self, redis: Redis, pool: str, skips: Skips | None = None) -> None:
+        super().__init__(redis, pool, Keys(pool).digests, skips)
 
     async def _pushed(self, data: bytes) -> AsyncIterator[DigestEvent]:
         if digest := self._skips.open(self._channel, data, DIGEST):
@@ -73,8 +71,6 @@ class DigestReader(ChannelReader[DigestEvent]):
 
 async def living_routers(redis: Redis, pool: str) -> dict[str, str]:
     """Returns the admin address of each router of a pool, by router name; empty if not known."""
-    found = dict[str, str]()
     keys = await keys_after(redis, Keys(pool).router)
-    async for page in stored_values(redis, keys, Skips(), DIGEST):
-        found |= {digest.router: digest.admin for digest, _ in page}
-    return found
+    pages = stored_values(redis, keys, Skips(), DIGEST)
+    return {digest.router: digest.admin async for page in pages for digest, _ in page}

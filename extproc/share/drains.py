@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -88,12 +88,8 @@ class Drains:
     def __init__(self) -> None:
         self.changed = asyncio.Event()
         self._drains: dict[str, bool] = {}
-        self._named: frozenset[str] | None = None  # replicas that the sources list; None: unknown
+        self.listed: Container[str] = ()  # ip:port of the replicas that the sources list now
         self._idle_since: dict[str, float] = {}  # replica → since when its command has no effect
-
-    def name(self, replicas: Iterable[str]) -> None:
-        """Sets the replicas, ``ip:port``, that the sources list now."""
-        self._named = frozenset(replicas)
 
     def has(self, replica: str) -> bool:
         return self._drains.get(replica, False)
@@ -120,7 +116,7 @@ class Drains:
     async def _look(self, store: DrainStore, now: float) -> None:
         there = await store.read()
         known = {**self._drains, **there}
-        idle = {name for name, drains in known.items() if self._has_no_effect(name, drains)}
+        idle = {name for name, drains in known.items() if not drains or name not in self.listed}
         self._idle_since = {replica: self._idle_since.get(replica, now) for replica in idle}
         old = {name for name, since in self._idle_since.items() if now - since > _REMEMBERED_S}
         if old & there.keys():
@@ -133,6 +129,3 @@ class Drains:
         if drains != self._drains:
             self._drains = drains
             self.changed.set()
-
-    def _has_no_effect(self, replica: str, drains: bool) -> bool:
-        return self._named is not None and (not drains or replica not in self._named)

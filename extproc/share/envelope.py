@@ -46,7 +46,7 @@ class EnvelopeKind(Generic[B]):
         self.decode = msgpack.Decoder(body, dec_hook=unpack).decode
 
     def seal(self, body: B) -> bytes:
-        return _ENCODER.encode(Envelope(self.tag, self.version, Raw(self._encode(body))))
+        return msgpack.encode(Envelope(self.tag, self.version, Raw(self._encode(body))))
 
 
 class Skips:
@@ -126,6 +126,5 @@ def _nested(type_: Any) -> type | None:
     return each if isinstance(each, type) and issubclass(each, Struct) else None
 
 
-_ENCODER = msgpack.Encoder()
 _DECODER = msgpack.Decoder(Envelope)
 _LIST_DECODER = msgpack.Decoder(list[Raw])

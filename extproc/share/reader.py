@@ -4,12 +4,10 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from random import Random
 from typing import Any, Generic, TypeVar
 
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.utils import str_if_bytes
 
@@ -62,9 +60,9 @@ class Reader(ABC, Generic[T]):
     Only the reader of replica states logs outages, so that each outage is logged once.
     """
 
-    def __init__(self, redis: Redis, random: Random, skips: Skips | None = None) -> None:
+    def __init__(self, redis: Redis, skips: Skips | None = None) -> None:
         self._redis = redis
-        self._backoff = reconnecting(random)
+        self._backoff = reconnecting()
         self._skips = skips or Skips()
 
     async def changes(self) -> AsyncGenerator[T]:
@@ -89,27 +87,24 @@ class Reader(ABC, Generic[T]):
 class ChannelReader(Reader[T]):
     """Reads the stored values of keys, and then the channel to which Redis pushes their changes."""
 
-    _channel: str
-
-    def __init__(self, redis: Redis, pool: str, random: Random, skips: Skips | None = None) -> None:
-        super().__init__(redis, random, skips)
+    def __init__(self, redis: Redis, pool: str, channel: str, skips: Skips | None) -> None:
+        super().__init__(redis, skips)
         self._keys = Keys(pool)
+        self._channel = channel
 
     async def _connected(self) -> AsyncGenerator[T]:
-        async with self._redis.pubsub() as pubsub, aclosing(_messages_of(pubsub)) as messages:
+        async with self._redis.pubsub() as pubsub:
             await in_time(pubsub.subscribe(self._channel))
-            async for message in messages:
+            while True:
+                message = await _next_message(pubsub)
                 if message["type"] == "subscribe":
                     # The channel brings every change from now on. redis-py resubscribes if needed.
                     async for change in self._found():
                         yield change
                     self._backoff.reset()
-                    await _ask_for_answer(pubsub)
                 elif message["type"] == "message":
                     async for change in self._pushed(message["data"]):
                         yield change
-                elif message["type"] == "unsubscribe":
-                    self._caught_up()
 
     @abstractmethod
     def _found(self) -> AsyncIterator[T]:
@@ -119,27 +114,18 @@ class ChannelReader(Reader[T]):
     def _pushed(self, data: bytes) -> AsyncIterator[T]:
         """Yields the changes in a message."""
 
-    def _caught_up(self) -> None:
-        """Called after the last message that Redis pushed while the stored values were read."""
 
+async def _next_message(pubsub: PubSub) -> dict[str, Any]:
+    """Waits for a message. If none arrives for ``TIMEOUT_S``, makes Redis send a message of the
+    type ``unsubscribe``, to detect a dead connection.
 
-async def _messages_of(pubsub: PubSub) -> AsyncGenerator[dict[str, Any]]:
-    """Yields messages; asks Redis for an answer if none arrive, to detect a dead connection."""
-    asked = False
-    while True:
-        # get_message reconnects without a time limit.
-        message = await in_time(pubsub.get_message(timeout=TIMEOUT_S), TIMEOUT_S)
-        if message is not None:
-            asked = False
-            yield message
-        elif asked:
-            raise RedisConnectionError(f"no answer within {TIMEOUT_S:g} s")
-        else:
-            await _ask_for_answer(pubsub)
-            asked = True
-
-
-async def _ask_for_answer(pubsub: PubSub) -> None:
-    """Makes Redis send a message of the type ``unsubscribe``. PING does not suit:
-    a Redis that cannot save its data refuses PING, and the reader would reconnect without end."""
+    PING does not suit: a Redis that cannot save its data refuses PING, and the reader would
+    reconnect without end.
+    """
+    # get_message reconnects without a time limit.
+    message: dict[str, Any] | None = await in_time(pubsub.get_message(timeout=TIMEOUT_S), TIMEOUT_S)
+    if message is not None:
+        return message
     await in_time(pubsub.unsubscribe(_NO_CHANNEL))
+    answer: dict[str, Any] = await in_time(pubsub.get_message(timeout=None))
+    return answer

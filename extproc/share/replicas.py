@@ -2,22 +2,27 @@
 
 A state is a value, not an event: only the last state counts, and a lost state does no harm once the
 next arrives.
+
+A state with LoRA adapters refers to the lists of its models and adapters by a hash: with 500 names
+in every state, each router would receive 8 MB/s. Redis stores each list once, for longer than the
+states that refer to the list. If Redis lacks a list, states carry the list.
 """
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from random import Random
+from functools import lru_cache, partial
+from hashlib import blake2b
+from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 from redis.asyncio import Redis
 
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import Keys, in_time, outage
 from extproc.share.envelope import EnvelopeKind, Skips, sealed_list
-from extproc.share.lists import PUT, KnownLists, Put, sealed, sealed_lists
 from extproc.share.reader import ChannelReader, keys_after, stored_values
 
+_MOST_LISTS = 1000  # lists that a reader remembers; with 500 adapters each they take 80 MB
 _MAX_IN_MESSAGE = 16
 """Limit of states in a message. To receive a message costs a router as much as to apply one state;
 16 states block the router's event loop for a millisecond."""
@@ -32,15 +37,31 @@ class Snapshot:
     """Replica → seconds that its state has been in Redis, on Redis's clock."""
 
 
+class Put(Struct, array_like=True, frozen=True):
+    """New state of a replica."""
+
+    state: ReplicaState
+    lists: str = ""  # hash of models and adapters, which the state lacks; empty: the state has them
+
+
 class Removed(Struct, array_like=True, frozen=True):
     """Replica that left the pool."""
 
     id: str
 
 
+class Lists(Struct, array_like=True, frozen=True):
+    """Models and adapters of a replica, to which its states refer by a hash."""
+
+    models: tuple[str, ...]
+    adapters: tuple[str, ...]
+
+
 Change = Snapshot | Put | Removed
 
+PUT = EnvelopeKind("replica state", Put, pack=float)  # float() encodes numpy's numbers
 REMOVED = EnvelopeKind("removed", Removed)
+LISTS = EnvelopeKind("lists", Lists)
 
 # KEYS: keys of the states, then of their lists. ARGV: number of states, TTL of states in ms, TTL of
 # lists in ms, channel, states, lists (none: Redis should have them). Returns 1, and does nothing
@@ -84,13 +105,13 @@ class StateWriter:
         if not states:
             return
         keys = [self._keys.replica + state.id for state in states]
-        named = (sealed_lists(state.models, state.adapters) for state in states if state.adapters)
+        named = (_sealed_lists(state.models, state.adapters) for state in states if state.adapters)
         lists = {self._keys.lists + name: value for name, value in named}
         # Lists live twice as long as states, so that readers find the lists of each state.
         options = (len(keys), self._ttl_ms, 2 * self._ttl_ms, self._keys.changes)
         keys += lists
         put = partial(self._redis.eval, _PUT, len(keys), *keys, *options)
-        if await in_time(put(*(sealed(state) for state in states))):
+        if await in_time(put(*map(_sealed, states))):
             whole = [PUT.seal(Put(state)) for state in states]
             await in_time(put(*whole, *lists.values()))
 
@@ -104,19 +125,33 @@ class StateWriter:
             await in_time(pipe.execute())
 
 
+def _sealed(state: ReplicaState) -> bytes:
+    """Returns the envelope of a state. If the state has adapters, a hash replaces its lists."""
+    if not state.adapters:
+        return PUT.seal(Put(state))
+    name, _ = _sealed_lists(state.models, state.adapters)
+    return PUT.seal(Put(structs.replace(state, models=(), adapters=()), name))
+
+
+@lru_cache(maxsize=256)
+def _sealed_lists(models: tuple[str, ...], adapters: tuple[str, ...]) -> tuple[str, bytes]:
+    """Returns the hash and the envelope of these lists."""
+    value = LISTS.seal(Lists(models, adapters))
+    return blake2b(value, digest_size=12).hexdigest(), value
+
+
 class StateReader(ChannelReader[Change]):
     """Yields a snapshot of the replica states and then their changes; logs outages of Redis.
 
     After an outage, the reader yields a new snapshot. Redis does not push the expiry of a state;
-    the next snapshot lacks the state.
+    the next snapshot lacks the state. States that were pushed while a snapshot was read may follow
+    newer states of the snapshot.
     """
 
-    def __init__(self, redis: Redis, pool: str, random: Random, skips: Skips | None = None) -> None:
-        super().__init__(redis, pool, random, skips)
-        self._channel = self._keys.changes
+    def __init__(self, redis: Redis, pool: str, skips: Skips | None = None) -> None:
+        super().__init__(redis, pool, Keys(pool).changes, skips)
         self.outage = outage(redis)
-        self._scraped_at: dict[str, float] = {}  # in the snapshot; empty: no older states come
-        self._lists = KnownLists(redis, pool, self._skips)
+        self._lists: dict[str, Lists] = {}  # by hash
 
     async def read(self, replicas: Iterable[str] | None = None) -> Snapshot:
         """Returns the states that Redis has of these replicas; None: of all replicas."""
@@ -128,39 +163,43 @@ class StateReader(ChannelReader[Change]):
         ages: dict[str, float] = {}
         async for page in stored_values(self._redis, keys, self._skips, PUT):
             ages |= {put.state.id: max(put.state.life_s - left_s, 0.0) for put, left_s in page}
-            puts = await self._lists.complete([put for put, _ in page])
+            puts = await self._completed([put for put, _ in page])
             states += [put.state for put in puts]
         return Snapshot(tuple(states), ages)
 
     async def _found(self) -> AsyncIterator[Change]:
         snapshot = await self.read()
         self.outage.recovered()
-        self._scraped_at = {state.id: state.scraped_at for state in snapshot.states}
-        self._lists.keep(self._scraped_at)
         yield snapshot
 
     async def _pushed(self, data: bytes) -> AsyncIterator[Change]:
         changes = self._skips.open_all(self._channel, data, PUT, REMOVED)
-        completed = await self._lists.complete(changes)
-        for change in changes:
-            if isinstance(change, Removed):
-                self._lists.forget(change.id)
-        for change in filter(self._is_newer, completed):
+        for change in await self._completed(changes):
             yield change
 
-    def _is_newer(self, change: Change) -> bool:
-        """Returns False for a state that is older than the snapshot's state, because the lower
-        counters of an older state would look like a restart of the replica.
+    async def _completed(self, changes: Sequence[Any]) -> list[Any]:
+        """Puts the lists into the states that have a hash instead. Drops a state whose list Redis
+        lacks; the replica's next state carries the list itself."""
+        if len(self._lists) > _MOST_LISTS:
+            self._lists.clear()
+        named = {change.lists for change in changes if isinstance(change, Put) and change.lists}
+        if unknown := sorted(named - self._lists.keys()):
+            await self._read_lists(unknown)
+        completed = []
+        for change in changes:
+            if not (isinstance(change, Put) and change.lists):
+                completed.append(change)
+            elif lists := self._lists.get(change.lists):
+                state = structs.replace(change.state, models=lists.models, adapters=lists.adapters)
+                completed.append(Put(state))
+        return completed
 
-        Times of scrapes are compared only until the reader has caught up, because the clocks of two
-        pollers may differ.
-        """
-        if not isinstance(change, Put):
-            return True
-        return change.state.scraped_at >= self._scraped_at.get(change.state.id, 0.0)
-
-    def _caught_up(self) -> None:
-        self._scraped_at.clear()
+    async def _read_lists(self, names: Sequence[str]) -> None:
+        keys = [self._keys.lists + name for name in names]
+        values = await in_time(self._redis.mget(keys))
+        for name, key, value in zip(names, keys, values, strict=True):
+            if value is not None and (lists := self._skips.open(key, value, LISTS)):
+                self._lists[name] = lists
 
     def _failed(self, error: Exception) -> None:
         self.outage.failed(error)

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
-from random import Random
 from typing import Any
 
 from msgspec import Struct
@@ -47,7 +46,7 @@ async def append(
     """Appends entries to a stream in one round trip; while Redis is away, tries again and again.
     Redis stores about the last ``most`` entries."""
     entries: list[Any] = [{_FIELD: kind.seal(body)} for body in bodies]
-    backoff = reconnecting(Random())
+    backoff = reconnecting()
     while True:
         try:
             async with redis.pipeline(transaction=False) as pipe:
@@ -68,14 +67,9 @@ class StreamReader(Reader[B]):
     """
 
     def __init__(
-        self,
-        redis: Redis,
-        key: str,
-        kind: EnvelopeKind[B],
-        random: Random,
-        skips: Skips | None = None,
+        self, redis: Redis, key: str, kind: EnvelopeKind[B], skips: Skips | None = None
     ) -> None:
-        super().__init__(redis, random, skips)
+        super().__init__(redis, skips)
         self.key = key
         self._kind = kind
         self._after = _NONE

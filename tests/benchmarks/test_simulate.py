@@ -199,7 +199,7 @@ def test_third_of_the_requests_goes_past_the_router() -> None:
     external, past = 0.0, 0
     for served in simulation.run(requests):
         external = max(external, simulation.fleet.overview().external.max())
-        past += served.decision.policy == "round_robin"
+        past += served.decision.choice.policy == "round_robin"
     assert external >= 1.0
     assert past == pytest.approx(len(requests) / 3, rel=0.25)
 

@@ -18,8 +18,7 @@ from extproc.config import MutualTlsSettings
 from extproc.envoy.eds import PoolMembers, load_assignment
 from extproc.envoy.eds_server import ENDPOINTS, METHOD, SERVICE, EdsServer, Subscription
 from extproc.replica_state import ReplicaState
-from extproc.share.lists import Put
-from extproc.share.replicas import Removed, Snapshot
+from extproc.share.replicas import Put, Removed, Snapshot
 from tests.conftest import Logged
 from tests.fakes import ManualClock
 from tests.waiting import PATIENCE_S

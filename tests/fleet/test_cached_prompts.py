@@ -94,15 +94,27 @@ def test_prompts_before_a_restart_are_empty_for_a_new_router(
     assert not other.prefix_hits(prefix, other.view(MODEL)).expected.any()
 
 
-@pytest.mark.parametrize(("started_at", "known"), [(0.0, False), (1e9, True)])
-def test_older_state_of_the_same_process_keeps_the_index(
-    fleet: Fleet, clock: ManualClock, started_at: float, known: bool
+@pytest.mark.parametrize(
+    ("started_at", "polls", "known"),
+    [
+        pytest.param(1e9, [(199, 3.0)], True, id="second poller, late"),
+        pytest.param(0.0, [(199, 1.9)], True, id="pushed while a newer state was read"),
+        pytest.param(0.0, [(199, 3.0)], False, id="restart"),
+        pytest.param(0.0, [(40, 1.8), (50, 1.9)], False, id="restart, and a poller's clock behind"),
+    ],
+)
+def test_older_state_keeps_the_index(
+    fleet: Fleet,
+    clock: ManualClock,
+    started_at: float,
+    polls: list[tuple[float, float]],
+    known: bool,
 ) -> None:
-    """Two pollers may scrape a replica for a moment."""
     prefix = prompt("a")
-    for steps in (100, 200, 199, 201):
+    for steps, scraped_at in ((100, 1.0), (200, 2.0), *polls, (201, 4.0)):
         clock.advance(1)
-        fleet.put(state(1, H100, clock, steps=steps, started_at=started_at))
+        poll = {"steps": steps, "started_at": started_at, "scraped_at": scraped_at}
+        fleet.put(state(1, H100, clock, **poll))
         if steps == 100:
             fleet.dispatch(replica(1), request(prefix))
     assert fleet.prefix_hits(prefix, fleet.view(MODEL)).expected.any() == known

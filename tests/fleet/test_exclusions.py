@@ -49,7 +49,7 @@ class RouterUnderEvents:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.fleet: Fleet = fleet_of(self.clock, *[A10] * len(REPLICAS))
-        self.queue = Queue(self.fleet, HoldSettings(), self.clock)
+        self.queue = Queue(self.fleet, HoldSettings())
         self.router = Router(self.fleet, "completion", Random(1), backlog=self.queue.backlog)
         self.gauges: dict[int, dict[str, float]] = {number: {} for number in REPLICAS}
         self.silent: set[int] = set()

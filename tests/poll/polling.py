@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from random import Random
 from typing import Any
 
 import aiohttp
@@ -15,8 +14,7 @@ from extproc.lab.harness.processes import free_port
 from extproc.poll.into_redis import run_poller
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
-from extproc.share.lists import Put
-from extproc.share.replicas import Removed, Snapshot, StateReader
+from extproc.share.replicas import Put, Removed, Snapshot, StateReader
 from tests.conftest import RedisServer
 from tests.poll.replica import ScriptedReplica
 from tests.waiting import PATIENCE_S
@@ -89,7 +87,7 @@ class PolledView:
     async def follow(self, settings: Config) -> None:
         async with (
             connect(settings.redis, settings.pool) as redis,
-            aclosing(StateReader(redis, settings.pool, Random(1)).changes()) as changes,
+            aclosing(StateReader(redis, settings.pool).changes()) as changes,
         ):
             async for change in changes:
                 match change:

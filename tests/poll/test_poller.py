@@ -31,8 +31,7 @@ from extproc.share.assignment import known_pollers
 from extproc.share.connection import connect
 from extproc.share.drains import DrainStore
 from extproc.share.envelope import Skips
-from extproc.share.lists import Put
-from extproc.share.replicas import StateReader, StateWriter
+from extproc.share.replicas import Put, StateReader, StateWriter
 from tests.conftest import Logged, RedisServer, wait_for_redis
 from tests.poll.polling import SOON, PolledView, config, metrics_of, polling, watching
 from tests.poll.replica import (
@@ -544,7 +543,7 @@ async def test_signal_stops_the_poller_and_its_heartbeat(
     async with connect(redis_server.url, "default") as redis:
         task = asyncio.create_task(run_poller(settings))
         async with asyncio.timeout(PATIENCE_S):
-            async for change in StateReader(redis, settings.pool, Random(1)).changes():
+            async for change in StateReader(redis, settings.pool).changes():
                 if isinstance(change, Put):
                     break
             os.kill(os.getpid(), number)

@@ -39,7 +39,7 @@ async def test_forgotten_replica_stays_in_redis_and_a_removed_one_goes(
     redis_server: RedisServer, redis_client: Redis
 ) -> None:
     await StateWriter(redis_client, "test", ttl_s=60).put([RETURNED, LEFT])
-    reader = StateReader(redis_client, "test", Random(1))
+    reader = StateReader(redis_client, "test")
 
     async def stored() -> set[str]:
         read = await reader.read([RETURNED.id, LEFT.id, NEW.id])

@@ -24,7 +24,7 @@ def config_of(**sections: Any) -> Config:
 
 
 def on_fleet(services: Services, fleet: Fleet, **parts: Any) -> Services:
-    queue = Queue(fleet, services.config.hold, parts.get("clock", services.clock))
+    queue = Queue(fleet, services.config.hold)
     router = Router(fleet, "completion", services.random, backlog=queue.backlog)
     return replace(services, router=router, queue=queue, **parts)
 

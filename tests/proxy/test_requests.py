@@ -353,7 +353,7 @@ async def test_headers_name_tenant_session_and_policy(
     assert record.decision.profile.tenant == "t"
     in_turn = "x-extproc-policy" in headers
     assert bool(record.decision.profile.session) is not in_turn
-    assert record.decision.policy == ("round_robin" if in_turn else "completion")
+    assert record.decision.choice.policy == ("round_robin" if in_turn else "completion")
 
 
 async def test_header_attributes_may_hold_any_bytes(envoy: EnvoySide, services: Services) -> None:

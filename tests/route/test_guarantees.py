@@ -86,7 +86,7 @@ class RouterWithQueue:
         self, clock: ManualClock, models: Iterable[tuple[str, ...]], policy: str, **limits: Any
     ) -> None:
         self.fleet = fleet_of(clock, *[A10 for _ in models])
-        self.queue = Queue(self.fleet, HoldSettings.model_validate(limits), clock)
+        self.queue = Queue(self.fleet, HoldSettings.model_validate(limits))
         self.router = Router(self.fleet, policy, LowestIndex(), backlog=self.queue.backlog)
         self.room = Router(self.fleet, policy, LowestIndex(), backlog=Backlog(clock()))
         self.last: dict[Waiting, DecidedRequest] = {}

@@ -132,7 +132,7 @@ def test_request_may_name_another_policy() -> None:
     named, unknown = router.decide(chat(1), "least_kv"), router.decide(chat(1), "no such")
     assert named is not None
     assert unknown is not None
-    assert (named.policy, unknown.policy) == ("least_kv", "completion")
+    assert (named.choice.policy, unknown.choice.policy) == ("least_kv", "completion")
 
 
 CONTINUED = replace(chat(100, 50), previous_response="resp_1")
@@ -144,15 +144,15 @@ def test_continued_response_goes_to_its_owner() -> None:
         fleet.responses.remember("resp_1", replica(holder))
         decision = decide(fleet, "completion", CONTINUED)
         assert (decision.replica, decision.second) == (replica(holder), None)
-        assert decision.policy == "owner"
+        assert decision.choice.policy == "owner"
         assert "resp_1" in decision.why
-        assert decide(fleet, "completion", chat(100, 50)).policy == "completion"
+        assert decide(fleet, "completion", chat(100, 50)).choice.policy == "completion"
         assert fleet.response_owner("resp_1") != replica(other)
 
 
 def test_unknown_continued_response_is_routed_as_any_request() -> None:
     fleet = fleet_of(ManualClock(), H100, A10)
-    assert decide(fleet, "completion", CONTINUED).policy == "completion"
+    assert decide(fleet, "completion", CONTINUED).choice.policy == "completion"
 
 
 def test_continued_response_goes_to_an_owner_that_is_held_up(clock: ManualClock) -> None:
@@ -161,7 +161,7 @@ def test_continued_response_goes_to_an_owner_that_is_held_up(clock: ManualClock)
     fleet.put(state(2, A10, clock, unanswered_s=0.3))
     assert decide(fleet, "completion", chat(100, 50)).replica == replica(1)
     decision = decide(fleet, "completion", CONTINUED)
-    assert (decision.replica, decision.policy) == (replica(2), "owner")
+    assert (decision.replica, decision.choice.policy) == (replica(2), "owner")
     fleet.put(state(2, A10, clock, unanswered_s=0.3, draining=True))
     assert decide(fleet, "completion", CONTINUED).replica == replica(1)
 

@@ -39,7 +39,7 @@ class QueuedRouter:
         self.clock = ManualClock()
         self.fleet: Fleet = fleet_of(self.clock, *[A10] * replicas)
         self.poll()
-        self.queue = Queue(self.fleet, HoldSettings.model_validate(settings), self.clock)
+        self.queue = Queue(self.fleet, HoldSettings.model_validate(settings))
         self.router = Router(
             self.fleet, "completion", random.Random(1), session_cost_s, self.queue.backlog
         )

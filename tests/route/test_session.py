@@ -31,7 +31,7 @@ def test_session_stays_with_its_replica_under_every_policy(policy: str) -> None:
     for _ in range(6):
         decision = decide(fleet, policy=policy)
         assert decision.replica == replica(2)
-        assert decision.policy == "session"
+        assert decision.choice.policy == "session"
         assert decision.second in (replica(1), replica(3))
         assert "the session is there" in decision.why
         fleet.dispatch(replica(2), chat(10, 10))
@@ -88,7 +88,7 @@ def test_stored_response_precedes_the_session() -> None:
     fleet.responses.remember("resp_1", replica(1))
     router = Router(fleet, "completion", random.Random(1), 1.0)
     decision = decided(router, replace(PROFILE, previous_response="resp_1"))
-    assert (decision.replica, decision.policy) == (replica(1), "owner")
+    assert (decision.replica, decision.choice.policy) == (replica(1), "owner")
 
 
 def test_session_keeps_the_model_that_was_drawn() -> None:

@@ -45,10 +45,10 @@ def decide(router: Router, profile: RequestProfile, waited: float = 0.0) -> Deci
 def test_completion_target_leaves_the_fast_replica_to_others() -> None:
     router = router_of(slow_and_fast())
     without = decide(router, of())
-    assert (without.replica, without.policy) == (FAST, "completion")
+    assert (without.replica, without.choice.policy) == (FAST, "completion")
     slow, fast = without.prediction.completion
     lenient = decide(router, of(completion_s=slow * 1.1))
-    assert (lenient.replica, lenient.second, lenient.policy) == (SLOW, FAST, "target")
+    assert (lenient.replica, lenient.second, lenient.choice.policy) == (SLOW, FAST, "target")
     assert "2 of 2 meet its target; r1 finishes it in" in lenient.why
     tight = decide(router, of(completion_s=(slow + fast) / 2))
     assert (tight.replica, tight.second) == (FAST, SLOW)
@@ -142,4 +142,4 @@ def test_session_precedes_the_target() -> None:
     fleet = fleet_of(ManualClock(), A10, H100)
     fleet.sessions.record("s", FAST)
     decision = decide(router_of(fleet), replace(of(completion_s=60.0), session="s"))
-    assert (decision.replica, decision.policy) == (FAST, "session")
+    assert (decision.replica, decision.choice.policy) == (FAST, "session")

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from random import Random
 from typing import TypeVar
 
 import pytest
@@ -47,11 +46,11 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def hearing(
-    kind: Callable[[Redis, str, Random], Reader[T]], url: RedisSettings | str, pool: str = "test"
+    kind: Callable[[Redis, str], Reader[T]], url: RedisSettings | str, pool: str = "test"
 ) -> AsyncIterator[Callable[[], Awaitable[T]]]:
     async with (
         connect(url, pool) as redis,
-        aclosing(kind(redis, pool, Random(1)).changes()) as changes,
+        aclosing(kind(redis, pool).changes()) as changes,
     ):
 
         async def following() -> T:

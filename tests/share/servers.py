@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -16,9 +15,9 @@ from redis.asyncio import Redis
 from extproc.config import Config, RedisSettings
 from extproc.lab.harness.processes import Process, flags, free_port, listening, redis_binary
 from extproc.poll.into_redis import IntoRedis
-from extproc.share import assignment
+from extproc.share.assignment import Assigner
 from extproc.share.connection import connect
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import until
 
 HOST = "127.0.0.1"
 
@@ -239,11 +238,11 @@ async def proxied(port: int, context: ssl.SSLContext | None = None) -> AsyncIter
 
 @asynccontextmanager
 async def publishing(url: RedisSettings | str, pool: str = "test") -> AsyncIterator[IntoRedis]:
-    """Writes as a poller that sends no heartbeats, but counts as alive for ``PATIENCE_S``."""
+    """Writes as a poller that sends no heartbeats, but counts as alive."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(assignment, "LIFE_S", PATIENCE_S)
+        patched.setattr(Assigner, "lapsed", False)
         async with connect(url, pool) as redis:
-            publisher = IntoRedis(redis, Config(pool=pool), "", Random(1))
+            publisher = IntoRedis(redis, Config(pool=pool), "")
             task = asyncio.create_task(publisher.run())
             try:
                 yield publisher

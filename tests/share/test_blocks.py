@@ -66,7 +66,7 @@ class FollowingRouter:
 async def router(url: str) -> AsyncIterator[FollowingRouter]:
     follower = FollowingRouter()
     async with connect(url, "test") as redis, asyncio.TaskGroup() as tasks:
-        reader = BlockReader(redis, "test", follower.blocks, Random(1), monotonic)
+        reader = BlockReader(redis, "test", follower.blocks)
         following = tasks.create_task(follower.follow(reader))
         yield follower
         following.cancel()

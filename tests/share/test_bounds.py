@@ -11,8 +11,7 @@ from redis.exceptions import NoPermissionError
 from extproc.poll.into_redis import IntoRedis
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
-from extproc.share.lists import Put
-from extproc.share.replicas import Removed, Snapshot, StateWriter
+from extproc.share.replicas import Put, Removed, Snapshot, StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.share.conftest import ACL, BACK, LOST, A, B, Next, reading, until
 from tests.share.servers import command, fill, publishing, stop_saving

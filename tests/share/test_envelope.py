@@ -20,8 +20,7 @@ from extproc.share.blocks import BLOCKS, ReplicaBlockUpdate
 from extproc.share.digests import DIGEST
 from extproc.share.drains import DRAIN, Drain
 from extproc.share.envelope import EnvelopeKind, Skips, sealed_list
-from extproc.share.lists import LISTS, PUT, Lists, Put
-from extproc.share.replicas import REMOVED, Removed
+from extproc.share.replicas import LISTS, PUT, REMOVED, Lists, Put, Removed
 from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts
 
 STATE = ReplicaState(id="10.0.0.1:8000", running=3, models=("m",))

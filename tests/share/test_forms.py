@@ -16,8 +16,7 @@ from extproc.config import RedisSettings
 from extproc.lab.harness.processes import free_port
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
-from extproc.share.lists import Put
-from extproc.share.replicas import Snapshot, StateWriter
+from extproc.share.replicas import Put, Snapshot, StateWriter
 from tests.certificates import NEW_KEY, openssl
 from tests.conftest import Logged, RedisServer, wait_for_redis
 from tests.share.conftest import A, B, Next, lost, reading

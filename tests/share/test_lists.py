@@ -6,10 +6,10 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from extproc.replica_state import ReplicaState
+from extproc.share import replicas
 from extproc.share.connection import Keys
 from extproc.share.envelope import sealed_list
-from extproc.share.lists import PUT, Put
-from extproc.share.replicas import Snapshot, StateWriter
+from extproc.share.replicas import PUT, Put, Snapshot, StateWriter
 from tests.conftest import RedisServer
 from tests.share.conftest import A, Next, reading, until
 from tests.share.servers import Refuse, command, each_refusal
@@ -102,6 +102,15 @@ async def test_state_whose_list_is_lost_is_skipped_until_next(
     await redis_client.publish(KEYS.changes, sealed_list(PUT.seal(unknown)))
     await writer.put([MANY])
     assert await following() == Put(MANY)
+
+
+async def test_list_beyond_the_bound_is_read_again(
+    following: Next, writer: StateWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "_MOST_LISTS", 0)
+    for state in (MANY, MANY, FEWER, MANY, FEWER):
+        await writer.put([state])
+        assert await following() == Put(state)
 
 
 @each_refusal

@@ -5,7 +5,6 @@ import os
 import signal
 
 import pytest
-from msgspec import structs
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
@@ -13,9 +12,7 @@ from extproc.ground.clock import monotonic
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import Keys
 from extproc.share.envelope import sealed_list
-from extproc.share.lists import PUT, Put
-from extproc.share.reader import keys_after
-from extproc.share.replicas import Removed, Snapshot, StateWriter
+from extproc.share.replicas import PUT, Put, Removed, Snapshot, StateWriter
 from tests.conftest import Logged, RedisServer, wait_for_redis
 from tests.share.conftest import BACK, LOST, A, B, lost, reading, until
 from tests.share.servers import HOST, proxied
@@ -92,27 +89,6 @@ async def test_new_reader_misses_no_state(redis_server: RedisServer, writer: Sta
                         seen = {state.id: state for state in states}
                     case Put(state):
                         seen[state.id] = state
-
-
-async def test_states_older_than_snapshot_are_skipped(
-    redis_server: RedisServer, writer: StateWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Reading a large fleet takes longer than the time between polls."""
-    older, newer = (structs.replace(A, scraped_at=at, steps=at) for at in (10.0, 11.0))
-
-    async def slowly(redis: Redis, beginning: str) -> list[str]:
-        await writer.put([older])
-        await writer.put([newer])
-        return await keys_after(redis, beginning)
-
-    monkeypatch.setattr("extproc.share.replicas.keys_after", slowly)
-    async with reading(redis_server.url) as following:
-        assert await following() == Snapshot((newer,))
-        assert await following() == Put(newer)
-        await writer.put([B])
-        assert await following() == Put(B)
-        await writer.put([older])  # by another poller, whose clock is slow
-        assert await following() == Put(older)
 
 
 async def test_reader_waits_for_redis(stopped_redis: RedisServer, logged: Logged) -> None:

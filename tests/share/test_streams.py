@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -120,7 +119,7 @@ async def reading(url: str) -> AsyncIterator[Next]:
     entries: asyncio.Queue[str] = asyncio.Queue()
 
     async def listen(redis: Redis) -> None:
-        reader = StreamReader(redis, Keys("test").responses, OWNER, Random(1))
+        reader = StreamReader(redis, Keys("test").responses, OWNER)
         async with aclosing(reader.changes()) as owners:
             async for owner in owners:
                 entries.put_nowait(owner.thing)

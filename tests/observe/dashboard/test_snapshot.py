@@ -251,7 +251,7 @@ def test_request_that_no_replica_may_serve_waits_for_any(services: Services) -> 
 
 
 def test_queue_of_many_tenants_is_cut_short(services: Services, clock: ManualClock) -> None:
-    roomy = replace(services, queue=Queue(services.fleet, HoldSettings(), clock))
+    roomy = replace(services, queue=Queue(services.fleet, HoldSettings()))
     fill(roomy, clock)
     for number in range(60):
         wait(roomy, f"tenant-{number}", priority=number)
