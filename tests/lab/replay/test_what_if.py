@@ -1,9 +1,6 @@
 """``extproc what-if`` predicts the effect of changes, and refuses records it cannot replay."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -346,23 +343,6 @@ def test_truncated_line_is_skipped_and_counted(busy: Sequence[Line], record: Pat
     found = read(record)
     assert len(found.requests) == len(served(busy)) - 1
     assert found.excluded == {"whose line cannot be read": 1}
-
-
-def test_reader_that_leaves_ends_the_command_without_an_error(record: Path) -> None:
-    """The image sets this variable, so each line is written at once."""
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    command = [sys.executable, "-m", "extproc", "what-if", str(record)]
-    env = os.environ | {"PYTHONUNBUFFERED": "1"}
-    run = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, env=env)
-    os.close(write_end)
-    assert (run.returncode, run.stderr) == (141, b"")
-
-
-def test_removed_page_option_names_its_replacement(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["what-if", "record", "--page", "answer.html"])
-    assert "removed: --json prints all figures" in capsys.readouterr().err
 
 
 def test_refused_requests_are_counted_by_reason(
