@@ -106,13 +106,6 @@ async def test_healthy_system_has_only_ok_findings(redis_server: RedisServer, ch
     )
 
 
-async def test_check_changes_nothing_in_redis(redis_server: RedisServer, check: Check) -> None:
-    async with serving() as replica:
-        await check(config(redis_server, replica), status=1)
-    async with connect(redis_server.url, "default") as redis:
-        assert await redis.keys("*") == []
-
-
 async def test_missing_router_and_poller_are_errors(
     redis_server: RedisServer, check: Check
 ) -> None:
@@ -121,6 +114,8 @@ async def test_missing_router_and_poller_are_errors(
     assert "no router of the pool 'default' is alive" in lines[0]
     assert "no poller of the pool 'default' is alive" in lines[1]
     assert f"replica {replica.id}: no poller scrapes it" in lines[2]
+    async with connect(redis_server.url, "default") as redis:
+        assert await redis.keys("*") == [], "the check writes nothing"
 
 
 async def test_missing_router_without_redis_is_error(check: Check) -> None:
@@ -339,16 +334,22 @@ def answer_as_envoy(
     bootstrap: Mapping[str, Any],
     clusters: Sequence[object],
     members: Mapping[str, Mapping[str, object]],
+    **listeners: object,
 ) -> None:
     """Let the replica also answer as the admin address of an Envoy.
 
-    ``members``: health of each member, by cluster and ``host:port``.
+    ``members``: health of each member, by cluster and ``host:port``; ``listeners``: further lists
+    of listeners.
     """
     (listener,) = bootstrap["static_resources"]["listeners"]
     types = "type.googleapis.com/envoy.admin.v3."
     dump = [
         {"@type": f"{types}BootstrapConfigDump", "bootstrap": bootstrap},
-        {"@type": f"{types}ListenersConfigDump", "static_listeners": [{"listener": listener}]},
+        {
+            "@type": f"{types}ListenersConfigDump",
+            "static_listeners": [{"listener": listener}],
+            **listeners,
+        },
         {
             "@type": f"{types}ClustersConfigDump",
             "static_clusters": [{"cluster": cluster} for cluster in clusters],
@@ -379,18 +380,11 @@ async def test_other_server_at_envoy_admin_is_error(check: Check, answer: str) -
 
 
 async def test_refused_update_of_envoy_is_error(check: Check) -> None:
-    types = "type.googleapis.com/envoy.admin.v3."
     state = {"details": "duplicate address 0.0.0.0:8080"}
-    listeners = [{"name": "openai", "error_state": state}]
-    dump = [
-        {"@type": f"{types}BootstrapConfigDump", "bootstrap": {"static_resources": {}}},
-        {"@type": f"{types}ListenersConfigDump", "dynamic_listeners": listeners},
-    ]
+    refused = [{"name": "openai", "error_state": state}]
     async with serving() as replica:
-        replica.answers["/config_dump"] = text(json.dumps({"configs": dump}))
-        replica.answers["/clusters"] = text('{"cluster_statuses": []}')
-        errors = bad(
-            await check(alone(replica.id), "--envoy-admin", f"http://{replica.id}", status=1)
-        )
-    assert any("Envoy refused an update" in error for error in errors)
-    assert any("duplicate address 0.0.0.0:8080" in error for error in errors)
+        answer_as_envoy(replica, EditableBootstrap().tree, [], {}, dynamic_listeners=refused)
+        arguments = alone(replica.id), "--envoy-admin", f"http://{replica.id}"
+        errors = bad(await check(*arguments, status=1))
+    (refusal,) = [error for error in errors if "Envoy refused an update" in error]
+    assert "duplicate address 0.0.0.0:8080" in refusal
