@@ -132,11 +132,6 @@ async def break_off(request: web.Request) -> web.StreamResponse:
     return response
 
 
-async def fail_midway(request: web.Request) -> web.StreamResponse:
-    event = b'data: {"error": {"message": "out of memory"}}\n\n'
-    return web.Response(body=WHOLE[:34] + event + b"data: [DONE]\n\n")
-
-
 @pytest.mark.parametrize(
     ("handler", "stream", "problem"),
     [
@@ -146,7 +141,6 @@ async def fail_midway(request: web.Request) -> web.StreamResponse:
         (hang_up, True, "disconnected"),
         (break_off, True, "broken stream"),
         (break_off, False, "broken answer"),
-        (fail_midway, True, "error event"),
         (says({"hello": "world"}), False, "not a completion"),
         (says({"choices": [{"text": "a"}], "usage": "many"}), False, "not a completion"),
     ],
