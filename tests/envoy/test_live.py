@@ -292,37 +292,25 @@ async def _unhealthy(envoy_admin: str) -> bool:
         return "failed_active_hc" in await response.text()
 
 
-async def test_members_known_to_one_side_are_reported(check: Check, tmp_path: Path) -> None:
-    async with PatientStack(tmp_path, here(PAIR), pollers=0) as stack, serving() as three:
-        other = yaml.safe_load(stack.config_file.read_text())
-        other |= {"state": "memory", "replicas": [stack.address("one"), three.id]}
-        file = written(tmp_path / "other.yaml", Config.model_validate(other))
-        arguments = file, "--envoy-admin", stack.envoy_admin
-        error, warning = bad(await check(*arguments, status=1))
-        (disjoint,) = bad(await check(*arguments, "--replicas", three.id, status=1))
-    assert f"no cluster has the member {three.id}, which routers choose" in error
-    stranger = f"cluster 'replicas' has the member {stack.address('two')}, which no poller knows"
-    assert stranger in warning
-    assert "and none of the replicas in the router's configuration" in disjoint
-
-
-async def test_mistake_in_one_cluster_hides_no_member_of_another(check: Check) -> None:
+async def test_members_known_to_one_side_are_reported_beside_another_mistake(
+    check: Check,
+) -> None:
     whole = EditableBootstrap().address_router("127.0.0.1").list_replicas("10.0.0.9")
     batch = whole.replicas | {"name": "batch", "type": "EDS", "load_assignment": None}
     clusters = [*whole.clusters, batch]
-    async with serving() as replica:
-        known = f"127.0.0.1:{replica.port}"
+    async with serving() as replica, serving() as chosen:
         members: dict[str, dict[str, dict[str, bool]]] = {
             "router": {"127.0.0.1:50051": {}},
             "replicas": {"10.0.0.9:8000": {}},
-            "batch": {known: {"failed_outlier_check": True}, "10.0.0.8:8000": {}},
+            "batch": {replica.id: {"failed_outlier_check": True}, "10.0.0.8:8000": {}},
         }
         answer_as_envoy(replica, whole.tree, clusters, members)
-        arguments = alone(replica.id), "--envoy-admin", f"http://{replica.id}"
-        error, *warnings = bad(await check(*arguments, status=1))
-    assert "cluster 'replicas' lists 10.0.0.9:8000, and none of the replicas" in error
+        arguments = alone(replica.id, chosen.id), "--envoy-admin", f"http://{replica.id}"
+        lacking, disjoint, *warnings = bad(await check(*arguments, status=1))
+    assert "cluster 'replicas' lists 10.0.0.9:8000, and none of the replicas" in disjoint
+    assert f"no cluster has the member {chosen.id}, which routers choose" in lacking
     assert [line.partition(": cluster 'batch'")[2] for line in warnings] == [
-        f": {known} is unhealthy (failed_outlier_check): Envoy's fallback policy "
+        f": {replica.id} is unhealthy (failed_outlier_check): Envoy's fallback policy "
         "sends no requests there",
         " has the member 10.0.0.8:8000, which no poller knows: only Envoy's fallback policy sends "
         "requests there. Add it to replicas, or remove it from the cluster",
