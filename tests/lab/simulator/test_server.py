@@ -94,29 +94,6 @@ async def test_disconnected_client_frees_its_blocks(
     assert replica.engine.counters.finished.total() == 0
 
 
-async def test_fail_fault_affects_only_inference(client: ClientSession) -> None:
-    await reply(client, "/simulate", {"fail": 599})
-    assert (await reply(client, CHAT, chat(), status=599))["error"]["code"] == 599
-    async with client.get("/metrics") as response:
-        assert response.status == 200
-    await reply(client, "/simulate", {"fail": 0})
-    await reply(client, CHAT, chat(max_tokens=1))
-
-
-async def test_hang_fault_stops_all_answers_until_cleared(
-    client: ClientSession,
-) -> None:
-    assert (await reply(client, "/simulate", {"hang": True}))["hang"] is True
-    waiting = [
-        asyncio.ensure_future(reply(client, CHAT, chat(max_tokens=1))),
-        asyncio.ensure_future(client.get("/health")),
-    ]
-    done, _ = await asyncio.wait(waiting, timeout=0.1)
-    assert not done
-    await reply(client, "/simulate", {"hang": False})
-    await asyncio.wait_for(asyncio.gather(*waiting), PATIENCE_S)
-
-
 async def test_slow_fault_sets_the_factor_of_the_engine(
     client: ClientSession, replica: Replica
 ) -> None:
