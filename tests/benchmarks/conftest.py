@@ -1,4 +1,4 @@
-"""Shipped traces and fleets, simulated replicas, and a check of a command's refusal."""
+"""Shipped traces and fleets, simulated fleets and replicas, and a check of a command's refusal."""
 
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.discrete import FleetSimulation
+from benchmarks.fleet import FleetFile
+from benchmarks.trace import TracedRequest
+from extproc.lab.replay.routers import Served
 from extproc.lab.simulator.replica import Replica, ReplicaSettings
 from extproc.lab.simulator.server import start
 
@@ -15,6 +19,23 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TRACES, FLEETS = BENCHMARKS / "traces", BENCHMARKS / "fleets"
 CONVERSATION = TRACES / "azure-2023-conv.jsonl.gz"
 MIXED = FLEETS / "mixed.yaml"
+
+
+def a10s(count: int, *events: dict[str, Any], **group: Any) -> FleetFile:
+    """Returns a fleet of equal replicas ``a-0``, …"""
+    replicas = [{"name": "a", "profile": "llama-8b-a10", "count": count, **group}]
+    return FleetFile.model_validate({"replicas": replicas, "events": events})
+
+
+def play(
+    file: FleetFile, requests: Sequence[TracedRequest], policy: str = "completion", **options: Any
+) -> tuple[FleetSimulation, list[Served]]:
+    """Simulates requests, each of which must end or fail, and leave ledger and queue."""
+    simulation = FleetSimulation(file, policy, **options)
+    served = list(simulation.run(requests))
+    assert len(served) + len(simulation.failed) == len(requests)
+    assert all(node.fleet.in_flight == len(node.queue) == 0 for node in simulation.nodes)
+    return simulation, served
 
 
 @asynccontextmanager

@@ -2,37 +2,20 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks import fleet
-from benchmarks.discrete import FleetSimulation
-from benchmarks.fleet import FleetFile, Stay, imbalance
+from benchmarks.fleet import Stay, imbalance
 from benchmarks.trace import TracedRequest
 from extproc.lab.replay.routers import Served
-from tests.benchmarks.conftest import FLEETS
-
-
-def two_replicas(*events: dict[str, Any]) -> FleetFile:
-    replicas = [{"name": "a", "profile": "llama-8b-a10", "count": 2}]
-    return FleetFile.model_validate({"replicas": replicas, "events": events})
+from tests.benchmarks.conftest import FLEETS, a10s, play
 
 
 def requests_every(seconds: float, until: float, output: int = 50) -> list[TracedRequest]:
     return [
         TracedRequest(seconds * n, 200, output, None) for n in range(1, int(until / seconds) + 1)
     ]
-
-
-def play(
-    file: FleetFile, requests: Sequence[TracedRequest]
-) -> tuple[FleetSimulation, list[Served]]:
-    simulation = FleetSimulation(file, "round_robin")
-    served = list(simulation.run(requests))
-    assert len(served) + len(simulation.failed) == len(requests)
-    assert simulation.fleet.in_flight == 0
-    return simulation, served
 
 
 def replicas_of(served: Sequence[Served], start: float, end: float = 1e9) -> set[str]:
@@ -46,7 +29,7 @@ def test_shipped_fleet_is_valid(path: Path) -> None:
 
 def test_slow_replica_takes_longer_until_it_recovers() -> None:
     events = [{"at": 20, "replica": "a-0", "slow": 3}, {"at": 60, "replica": "a-0", "slow": 1}]
-    _, served = play(two_replicas(*events), requests_every(5, 100, output=20))
+    _, served = play(a10s(2, *events), requests_every(5, 100, output=20), "round_robin")
     took = {each.traced.at: each.completion for each in served if each.replica == "a-0"}
     normal = took[min(took)]
     slow = [seconds for at, seconds in took.items() if 20 <= at < 55]
@@ -64,9 +47,8 @@ def test_replica_without_a_prefix_cache_computes_a_prompt_again(caching: bool) -
 
 
 def test_requests_of_a_dead_replica_fail_or_are_retried() -> None:
-    simulation, served = play(
-        two_replicas({"at": 30.1, "replica": "a-0", "down": None}), requests_every(0.2, 60)
-    )
+    down = {"at": 30.1, "replica": "a-0", "down": None}
+    simulation, served = play(a10s(2, down), requests_every(0.2, 60), "round_robin")
     # Streams fail, since their answers have begun. The other replica serves the other requests.
     assert {failed.replica for failed in simulation.failed} == {"a-0"}
     assert {failed.at for failed in simulation.failed} == {30.1}
@@ -76,7 +58,7 @@ def test_requests_of_a_dead_replica_fail_or_are_retried() -> None:
 
 def test_restarted_replica_is_used_again_and_counts_from_zero() -> None:
     events = [{"at": 30, "replica": "a-0", "down": None}, {"at": 40, "replica": "a-0", "up": None}]
-    simulation, served = play(two_replicas(*events), requests_every(1, 80))
+    simulation, served = play(a10s(2, *events), requests_every(1, 80), "round_robin")
     assert replicas_of(served, 31, 40) == {"a-1"}
     assert replicas_of(served, 45) == {"a-0", "a-1"}
     counted = simulation.machines["a-0"].engine.counters.generated_tokens
@@ -86,7 +68,7 @@ def test_restarted_replica_is_used_again_and_counts_from_zero() -> None:
 def test_hung_replica_continues_where_it_stopped() -> None:
     hang, up = {"at": 30.5, "hang": None}, {"at": 50, "up": None}
     events = [event | {"replica": "a-0"} for event in (hang, up)]
-    simulation, served = play(two_replicas(*events), requests_every(1, 80))
+    simulation, served = play(a10s(2, *events), requests_every(1, 80), "round_robin")
     assert not simulation.failed
     stuck = [each for each in served if each.replica == "a-0" and 28 < each.traced.at <= 30]
     assert stuck
@@ -98,7 +80,7 @@ def test_hung_replica_continues_where_it_stopped() -> None:
 
 def test_requests_fail_without_any_replica() -> None:
     downs = [{"at": 10, "replica": name, "down": None} for name in ("a-0", "a-1")]
-    simulation, served = play(two_replicas(*downs), requests_every(1, 20, output=5))
+    simulation, served = play(a10s(2, *downs), requests_every(1, 20, output=5), "round_robin")
     assert all(request.traced.at < 10 for request in served)
     assert len(simulation.failed) >= 10
 

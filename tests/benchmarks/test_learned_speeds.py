@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from benchmarks import fleet, trace
 from benchmarks.discrete import MODEL, FleetSimulation
 from benchmarks.fleet import FleetFile, speed
-from benchmarks.trace import ID_TOKENS, TracedRequest
+from benchmarks.trace import TracedRequest
 from extproc.predict.step import StepModel
 from tests.benchmarks.conftest import CONVERSATION, FLEETS
 
@@ -150,29 +149,3 @@ def test_fresh_pool_with_wrong_profiles_is_nearly_as_fast_as_with_true_ones() ->
     (mean, p99), (true_mean, true_p99) = times[True], times[False]
     assert mean <= 1.04 * true_mean
     assert p99 <= 1.25 * true_p99
-
-
-# -- counters of vLLM up to 0.15 ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cached", [4096, 16384])
-@pytest.mark.parametrize("old", [False, True])
-def test_cached_prompts_do_not_make_prefill_look_cheap(cached: int, old: bool) -> None:
-    """Prompts share ``cached`` tokens, and the replica is never idle."""
-    random, at, requests = Random(0), 0.0, []
-    for number in range(400):
-        at += random.expovariate(4.0)
-        own = random.randrange(2, 6)
-        ids = (*range(cached // ID_TOKENS), *(1000 * (number + 1) + i for i in range(own)))
-        requests.append(
-            TracedRequest(at, len(ids) * ID_TOKENS, random.randrange(20, 100), None, ids)
-        )
-    group: dict[str, Any] = {"name": "gpu", "profile": H100, "old_counters": old}
-    file = FleetFile.model_validate({"replicas": [group]})
-    simulation = ObservedSimulation(file, "completion", look_at=(90.0,))
-    for _ in simulation.run(requests):
-        pass
-    _, prefill = simulation.ratios[90.0]["gpu-0"]
-    # The router's step times have no term for attention: long contexts make prefill dearer.
-    truth = simulation.machines["gpu-0"].engine.step_model
-    assert 0.75 <= prefill <= 1.25 * (1 + cached * truth.c_att / truth.c_prefill)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import trace
 from benchmarks.load.__main__ import main
 from benchmarks.load.plan import OBJECTIVE_HEADER, Counting, LoadTarget, Planned, plan, with_urgent
 from benchmarks.load.summary import Effort, record, summary, table
@@ -150,37 +149,11 @@ def test_load_on_a_replica(
     assert [*result["summary"]["replicas"]] == [replica.removeprefix("http://")]
     assert 5 < sum(request["streamed"] for request in result["requests"]) < 35
     assert {request["endpoint"] for request in result["requests"]} == {"chat", "completions"}
-
-
-@pytest.mark.process
-def test_parts_are_consecutive_and_a_seed_repeats_prompts(tmp_path: Path, replica: str) -> None:
-    def sent(*options: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        path = tmp_path / "load.json"
-        given = [
-            "--url",
-            replica,
-            "--trace",
-            str(CONVERSATION),
-            "--speed",
-            "50",
-            "--duration",
-            "0.5",
-        ]
-        assert main([*given, *options, "--json", str(path)]) == 0
-        result = json.loads(path.read_text())
-        return result["run"], result["requests"]
-
-    _, first = sent()
-    about, second = sent("--from", "0.5")
-    assert about["from_s"] == 0.5
-    both = trace.read([CONVERSATION], 50, len(first) + len(second))
-    times = [each["at_s"] for each in first] + [0.5 + each["at_s"] for each in second]
-    assert times == pytest.approx([request.at for request in both])
     hits = [cached_tokens(replica)]
     for _ in range(2):
-        sent("--seed", "1")
+        assert main([*given, *options, "--seed", "1"]) == 0
         hits.append(cached_tokens(replica))
-    assert hits[2] - hits[1] > hits[1] - hits[0] + 100
+    assert hits[2] - hits[1] > 10 * (hits[1] - hits[0]), "a seed alone repeats prompts"
 
 
 def cached_tokens(replica: str) -> float:

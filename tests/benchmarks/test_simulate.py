@@ -19,7 +19,7 @@ from benchmarks.trace import TracedRequest
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.steps import Gauges
 from extproc.route.policies import POLICIES
-from tests.benchmarks.conftest import CONVERSATION, FLEETS, MIXED
+from tests.benchmarks.conftest import CONVERSATION, FLEETS, MIXED, a10s, play
 
 pytestmark = pytest.mark.slow
 
@@ -54,27 +54,16 @@ def simulate(tmp_path: Path) -> Simulate:
 @pytest.mark.parametrize("policy", [*POLICIES, "oracle"])
 def test_every_request_ends_and_leaves_the_ledger(policy: str) -> None:
     requests = trace.read([CONVERSATION], speed=4, most=60)
-    simulation = FleetSimulation(fleet.read(MIXED), policy)
-    served = list(simulation.run(requests))
-    assert len(served) == 60
+    simulation, served = play(fleet.read(MIXED), requests, policy)
     assert not simulation.failed
     assert all(0 < request.ttft <= request.completion for request in served)
-    assert all(node.fleet.in_flight == 0 for node in simulation.nodes)
 
 
 def test_same_seed_gives_the_same_run() -> None:
     requests = trace.read([CONVERSATION], speed=4, most=60)
-    group = {"name": "a", "profile": "llama-8b-a10", "draft_tokens": 3, "count": 2}
-    drafting = fleet.FleetFile.model_validate({"replicas": [group]})
-    for file in (fleet.read(MIXED), drafting):
-        first, again = (
-            [
-                request.completion
-                for request in FleetSimulation(file, "completion", seed=3).run(requests)
-            ]
-            for _ in range(2)
-        )
-        assert first == again
+    for file in (fleet.read(MIXED), a10s(2, draft_tokens=3)):
+        (_, first), (_, again) = (play(file, requests, seed=3) for _ in range(2))
+        assert [each.completion for each in first] == [each.completion for each in again]
 
 
 def test_replicas_with_few_short_requests_are_predicted() -> None:
@@ -87,9 +76,8 @@ def test_replicas_with_few_short_requests_are_predicted() -> None:
     for policy in ("completion", "round_robin"):
         ttft_errors, completion_errors = [], []
         known = frozenset({"lengths"})
-        simulation = FleetSimulation(fleet.read(LIVE_MIXED), policy, know=known)
-        served = sorted(simulation.run(requests), key=lambda request: request.number)[50:]
-        for request in served:
+        _, served = play(fleet.read(LIVE_MIXED), requests, policy, know=known)
+        for request in sorted(served, key=lambda request: request.number)[50:]:
             ttft_errors.append(abs(request.decision.predicted_ttft / request.ttft - 1))
             completion = request.decision.predicted_completion
             completion_errors.append(abs(completion / request.completion - 1))
@@ -153,9 +141,8 @@ def test_oracle_is_skipped_with_adapters_which_it_does_not_know(simulate: Simula
 def test_router_that_knows_step_times_ignores_a_wrong_profile() -> None:
     def replicas(profile_error: float) -> list[str]:
         options: dict[str, Any] = {"know": {"coefficients"}, "profile_error": profile_error}
-        simulation = FleetSimulation(fleet.read(MIXED), "completion", **options)
-        requests = trace.read([CONVERSATION], speed=3, most=50)
-        return [served.replica for served in simulation.run(requests)]
+        _, served = play(fleet.read(MIXED), trace.read([CONVERSATION], speed=3, most=50), **options)
+        return [request.replica for request in served]
 
     assert replicas(4.0) == replicas(1.0)
 
@@ -163,10 +150,9 @@ def test_router_that_knows_step_times_ignores_a_wrong_profile() -> None:
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_oracle_predicts_solo_requests_exactly(drafts: int) -> None:
     # Drafts are accepted as a whole: twenty steps for the hundred tokens after the first.
-    group = fleet.ReplicaGroup(name="a", profile="llama-8b-a10", draft_tokens=drafts, acceptance=1)
-    file = fleet.FleetFile(replicas=(group,)) if drafts else fleet.read(MIXED)
+    file = a10s(1, draft_tokens=drafts, acceptance=1) if drafts else fleet.read(MIXED)
     solo = [TracedRequest(60.0 * n, 500 + n, 101, None) for n in range(5)]
-    for request in FleetSimulation(file, "oracle").run(solo):
+    for request in play(file, solo, "oracle")[1]:
         predicted = request.decision
         assert request.ttft == pytest.approx(predicted.predicted_ttft, rel=0.01)
         assert request.completion == pytest.approx(predicted.predicted_completion, rel=0.01)
@@ -181,13 +167,11 @@ def test_phase_without_requests_is_refused(
 
 def test_digests_improve_decisions_of_several_routers() -> None:
     requests = trace.read([CONVERSATION], speed=2, most=150)
-    equal = fleet.read(EQUAL)
+    options: dict[str, Any] = {"poll_interval": 5.0, "routers": 4}
     total = {}
     for lag in (0.0, None):
-        simulation = FleetSimulation(equal, "least_request", 5.0, routers=4, share_lag=lag)
-        served = list(simulation.run(requests))
+        _, served = play(fleet.read(EQUAL), requests, "least_request", share_lag=lag, **options)
         assert len(served) == len(requests)
-        assert all(node.fleet.in_flight == 0 for node in simulation.nodes)
         total[lag] = sum(request.completion for request in served)
     assert total[0.0] < total[None]
 
@@ -204,13 +188,9 @@ def test_third_of_the_requests_goes_past_the_router() -> None:
     assert past == pytest.approx(len(requests) / 3, rel=0.25)
 
 
-ALONE = fleet.FleetFile.model_validate({"replicas": [{"name": "a", "profile": "llama-8b-a10"}]})
-
-
 def test_prompts_with_equal_hash_ids_share_their_prefix() -> None:
     requests = [TracedRequest(10.0 * n, 2048, 10, None, (1, 2, 3, 4)) for n in range(2)]
-    simulation = FleetSimulation(ALONE, "completion")
-    first, second = simulation.run(requests)
+    simulation, (first, second) = play(a10s(1), requests)
     assert summary(simulation, [first, second])["hits"] == pytest.approx((2048 - 16) / 4096)
     assert first.sequence.cached_tokens == 0
     assert second.sequence.cached_tokens == 2048 - 16  # at least one token is computed
@@ -219,11 +199,9 @@ def test_prompts_with_equal_hash_ids_share_their_prefix() -> None:
 
 def test_prompt_longer_than_the_context_fails() -> None:
     requests = [TracedRequest(0.0, 50_000, 10, None), TracedRequest(1.0, 100, 10, None)]
-    simulation = FleetSimulation(ALONE, "completion")
-    (served,) = simulation.run(requests)
+    simulation, (served,) = play(a10s(1), requests)
     assert served.traced is requests[1]
     assert [request.traced for request in simulation.failed] == requests[:1]
-    assert simulation.fleet.in_flight == 0
 
 
 def test_requests_outside_the_phase_are_in_no_figure(simulate: Simulate) -> None:

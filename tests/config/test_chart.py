@@ -160,26 +160,15 @@ def test_schema_and_copies_are_up_to_date() -> None:
         ("llm", {"nameOverride": "router"}, "llm-router"),
     ],
 )
-def test_names_have_the_prefix_of_the_release(
+def test_releases_of_a_namespace_have_names_and_selectors_of_their_own(
     release: str, own: dict[str, str], prefix: str
 ) -> None:
     objects = manifests(name=release, **own)
     names = {item["metadata"]["name"] for item in objects}
     assert {name for name in names if not name.startswith(f"{prefix}-")} == set()
-    labels = {
-        json.dumps(item["metadata"]["labels"]["app.kubernetes.io/instance"]) for item in objects
-    }
-    assert labels == {f'"{release}"'}
-
-
-def test_two_releases_fit_into_a_namespace() -> None:
-    first, second = (by_title(manifests(name=name)) for name in ("one", "two"))
-    assert not first.keys() & second.keys()
-    selectors = [
-        item["Service-" + name]["spec"]["selector"]
-        for item, name in ((first, "one-extproc-router"), (second, "two-extproc-router"))
-    ]
-    assert selectors[0] != selectors[1]
+    labels = [item["metadata"]["labels"] for item in objects]
+    labels += [item["spec"]["selector"] for item in objects if item["kind"] == "Service"]
+    assert {each["app.kubernetes.io/instance"] for each in labels} == {release}
 
 
 def test_password_of_existing_redis_comes_from_its_secret(tmp_path: Path) -> None:

@@ -96,6 +96,8 @@ def test_bash_completes_commands_and_options(
         (["explain", ""], "extproc explain", "the request id is empty"),
         (["explain", " "], "extproc explain", "the request id is empty"),
         (["demo", "--rate", "inf"], "extproc demo", "--rate: 'inf' is not a number above 0"),
+        (["what-if", "record", "--page", "a.html"], "extproc what-if",
+         "removed: --json prints all figures"),
     ],
 )  # fmt: skip
 def test_wrong_argument_prints_usage_and_problem(
@@ -138,6 +140,7 @@ def test_each_configuration_error_is_one_line(
         ("poll --state memory --replicas [a:1]", "the router polls its replicas itself"),
         ("simulate --max-model-len 9000 --kv-tokens 8000", "max_model_len 9000 is more"),
         ("simulate --max-num-seqs 100000", "token budget"),
+        ("demo --json file", "--json needs --once"),
     ],
 )  # fmt: skip
 def test_impossible_setting_exits_with_one_line(

@@ -16,7 +16,7 @@ from extproc.config import Config
 from extproc.observe.decision_log import LoggedDecision
 from extproc.route.router import Router
 from extproc.settings import load
-from tests.fakes import ManualClock, chat, fleet_of, state
+from tests.fakes import ManualClock, chat, decided, fleet_of, state
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"])
@@ -97,8 +97,7 @@ def test_readme_configuration_is_valid(tmp_path: Path) -> None:
 def test_every_field_of_a_decision_record_is_documented() -> None:
     fleet = fleet_of(ManualClock(), "llama-8b-a10", "llama-8b-a10")
     fleet.put(state(3, "llama-8b-a10", ManualClock(), healthy=False))
-    decision = Router(fleet, "completion", random.Random(0)).decide(chat(100))
-    assert decision is not None
+    decision = decided(Router(fleet, "completion", random.Random(0)), chat(100))
     section = (
         text("docs/operations/monitor.md").partition("## Decision records")[2].partition("\n## ")[0]
     )

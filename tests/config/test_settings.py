@@ -359,12 +359,6 @@ def test_redis_password_is_taken_as_it_is(password: str) -> None:
     assert "p@" not in repr(redis)
 
 
-def test_replica_may_have_both_kv_event_ports() -> None:
-    both = "[{url: a:1, kv_events_port: 5557, kv_events_replay_port: 5558}]"
-    [replica] = load({}, {"EXTPROC_REPLICAS": both}).replicas
-    assert replica.kv_events_ports == (5557, 5558)
-
-
 def test_yaml_merge_key_may_be_overridden(write: Write) -> None:
     file = write(
         "pools:\n  a: &a {replicas: [a:1], replicas_file: /a}\n"
@@ -416,7 +410,3 @@ def test_each_pool_has_its_own_configuration(write: Write) -> None:
     assert (batch.pool, [item.url for item in batch.replicas]) == ("batch", ["b:1", "b:2"])
     assert (new.pool, new.replicas, new.replicas_file) == ("new", (), Path("/f"))
     assert {item.poll.interval_s for item in (own, batch, new)} == {0.5}
-
-
-def test_scrape_is_given_up_after_three_timeouts() -> None:
-    assert load({"poll.timeout_s": "1.5"}, {}).poll.give_up_s == 4.5

@@ -106,13 +106,6 @@ async def test_healthy_system_has_only_ok_findings(redis_server: RedisServer, ch
     )
 
 
-async def test_check_changes_nothing_in_redis(redis_server: RedisServer, check: Check) -> None:
-    async with serving() as replica:
-        await check(config(redis_server, replica), status=1)
-    async with connect(redis_server.url, "default") as redis:
-        assert await redis.keys("*") == []
-
-
 async def test_missing_router_and_poller_are_errors(
     redis_server: RedisServer, check: Check
 ) -> None:
@@ -121,6 +114,8 @@ async def test_missing_router_and_poller_are_errors(
     assert "no router of the pool 'default' is alive" in lines[0]
     assert "no poller of the pool 'default' is alive" in lines[1]
     assert f"replica {replica.id}: no poller scrapes it" in lines[2]
+    async with connect(redis_server.url, "default") as redis:
+        assert await redis.keys("*") == [], "the check writes nothing"
 
 
 async def test_missing_router_without_redis_is_error(check: Check) -> None:
@@ -297,37 +292,25 @@ async def _unhealthy(envoy_admin: str) -> bool:
         return "failed_active_hc" in await response.text()
 
 
-async def test_members_known_to_one_side_are_reported(check: Check, tmp_path: Path) -> None:
-    async with PatientStack(tmp_path, here(PAIR), pollers=0) as stack, serving() as three:
-        other = yaml.safe_load(stack.config_file.read_text())
-        other |= {"state": "memory", "replicas": [stack.address("one"), three.id]}
-        file = written(tmp_path / "other.yaml", Config.model_validate(other))
-        arguments = file, "--envoy-admin", stack.envoy_admin
-        error, warning = bad(await check(*arguments, status=1))
-        (disjoint,) = bad(await check(*arguments, "--replicas", three.id, status=1))
-    assert f"no cluster has the member {three.id}, which routers choose" in error
-    stranger = f"cluster 'replicas' has the member {stack.address('two')}, which no poller knows"
-    assert stranger in warning
-    assert "and none of the replicas in the router's configuration" in disjoint
-
-
-async def test_mistake_in_one_cluster_hides_no_member_of_another(check: Check) -> None:
+async def test_members_known_to_one_side_are_reported_beside_another_mistake(
+    check: Check,
+) -> None:
     whole = EditableBootstrap().address_router("127.0.0.1").list_replicas("10.0.0.9")
     batch = whole.replicas | {"name": "batch", "type": "EDS", "load_assignment": None}
     clusters = [*whole.clusters, batch]
-    async with serving() as replica:
-        known = f"127.0.0.1:{replica.port}"
+    async with serving() as replica, serving() as chosen:
         members: dict[str, dict[str, dict[str, bool]]] = {
             "router": {"127.0.0.1:50051": {}},
             "replicas": {"10.0.0.9:8000": {}},
-            "batch": {known: {"failed_outlier_check": True}, "10.0.0.8:8000": {}},
+            "batch": {replica.id: {"failed_outlier_check": True}, "10.0.0.8:8000": {}},
         }
         answer_as_envoy(replica, whole.tree, clusters, members)
-        arguments = alone(replica.id), "--envoy-admin", f"http://{replica.id}"
-        error, *warnings = bad(await check(*arguments, status=1))
-    assert "cluster 'replicas' lists 10.0.0.9:8000, and none of the replicas" in error
+        arguments = alone(replica.id, chosen.id), "--envoy-admin", f"http://{replica.id}"
+        lacking, disjoint, *warnings = bad(await check(*arguments, status=1))
+    assert "cluster 'replicas' lists 10.0.0.9:8000, and none of the replicas" in disjoint
+    assert f"no cluster has the member {chosen.id}, which routers choose" in lacking
     assert [line.partition(": cluster 'batch'")[2] for line in warnings] == [
-        f": {known} is unhealthy (failed_outlier_check): Envoy's fallback policy "
+        f": {replica.id} is unhealthy (failed_outlier_check): Envoy's fallback policy "
         "sends no requests there",
         " has the member 10.0.0.8:8000, which no poller knows: only Envoy's fallback policy sends "
         "requests there. Add it to replicas, or remove it from the cluster",
@@ -339,16 +322,22 @@ def answer_as_envoy(
     bootstrap: Mapping[str, Any],
     clusters: Sequence[object],
     members: Mapping[str, Mapping[str, object]],
+    **listeners: object,
 ) -> None:
     """Let the replica also answer as the admin address of an Envoy.
 
-    ``members``: health of each member, by cluster and ``host:port``.
+    ``members``: health of each member, by cluster and ``host:port``; ``listeners``: further lists
+    of listeners.
     """
     (listener,) = bootstrap["static_resources"]["listeners"]
     types = "type.googleapis.com/envoy.admin.v3."
     dump = [
         {"@type": f"{types}BootstrapConfigDump", "bootstrap": bootstrap},
-        {"@type": f"{types}ListenersConfigDump", "static_listeners": [{"listener": listener}]},
+        {
+            "@type": f"{types}ListenersConfigDump",
+            "static_listeners": [{"listener": listener}],
+            **listeners,
+        },
         {
             "@type": f"{types}ClustersConfigDump",
             "static_clusters": [{"cluster": cluster} for cluster in clusters],
@@ -379,18 +368,11 @@ async def test_other_server_at_envoy_admin_is_error(check: Check, answer: str) -
 
 
 async def test_refused_update_of_envoy_is_error(check: Check) -> None:
-    types = "type.googleapis.com/envoy.admin.v3."
     state = {"details": "duplicate address 0.0.0.0:8080"}
-    listeners = [{"name": "openai", "error_state": state}]
-    dump = [
-        {"@type": f"{types}BootstrapConfigDump", "bootstrap": {"static_resources": {}}},
-        {"@type": f"{types}ListenersConfigDump", "dynamic_listeners": listeners},
-    ]
+    refused = [{"name": "openai", "error_state": state}]
     async with serving() as replica:
-        replica.answers["/config_dump"] = text(json.dumps({"configs": dump}))
-        replica.answers["/clusters"] = text('{"cluster_statuses": []}')
-        errors = bad(
-            await check(alone(replica.id), "--envoy-admin", f"http://{replica.id}", status=1)
-        )
-    assert any("Envoy refused an update" in error for error in errors)
-    assert any("duplicate address 0.0.0.0:8080" in error for error in errors)
+        answer_as_envoy(replica, EditableBootstrap().tree, [], {}, dynamic_listeners=refused)
+        arguments = alone(replica.id), "--envoy-admin", f"http://{replica.id}"
+        errors = bad(await check(*arguments, status=1))
+    (refusal,) = [error for error in errors if "Envoy refused an update" in error]
+    assert "duplicate address 0.0.0.0:8080" in refusal

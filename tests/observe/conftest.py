@@ -17,7 +17,7 @@ from extproc.proxy.admin import admin_routes
 from extproc.proxy.services import Services
 from extproc.request.profile import RequestProfile
 from tests.certificates import Authority
-from tests.fakes import chat
+from tests.fakes import chat, decided
 
 Run = Callable[..., Awaitable[list[str]]]
 _OPEN = AdminSettings()
@@ -74,7 +74,5 @@ def decide(
     request_id: str = "one",
     observed: bool = False,
 ) -> LoggedDecision:
-    decision = services.router.decide(profile or chat(1000, 100))
-    assert decision is not None
-    pool = services.config.pool
-    return services.log.add(request_id, services.wall(), decision, pool, observed)
+    decision = decided(services.router, profile or chat(1000, 100))
+    return services.log.add(request_id, services.wall(), decision, services.config.pool, observed)

@@ -15,14 +15,12 @@ from extproc.route import overrides
 from extproc.route.decision import Choice, Decision, Situation
 from extproc.route.policies import POLICIES
 from extproc.route.router import Router
-from tests.fakes import ManualClock, chat, decided, fleet_of, replica
+from tests.fakes import A10, ManualClock, chat, decided, fleet_of, replica
 
 
 def decision(policy: str = "completion", replicas: int = 3) -> Decision:
-    fleet = fleet_of(ManualClock(), *["llama-8b-a10"] * replicas)
-    found = Router(fleet, policy, random.Random(1)).decide(chat(100, 50))
-    assert found is not None
-    return found
+    fleet = fleet_of(ManualClock(), *[A10] * replicas)
+    return decided(Router(fleet, policy, random.Random(1)), chat(100, 50))
 
 
 def logged(made: Decision) -> LoggedDecision:
@@ -91,7 +89,7 @@ def test_decisions_of_a_large_fleet_do_not_fill_the_memory() -> None:
 
 
 def test_decision_keeps_no_token_ids_and_sequences_after_the_dispatch() -> None:
-    fleet = fleet_of(ManualClock(), "llama-8b-a10")
+    fleet = fleet_of(ManualClock(), A10)
     fleet.dispatch(replica(1), chat(100, 50))
     prefix = dataclasses.replace(NO_PREFIX, ids=np.arange(5_000, dtype=np.uint32))
     profile = dataclasses.replace(chat(5_000, 50), prefix=prefix)

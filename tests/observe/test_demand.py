@@ -13,17 +13,13 @@ from extproc.observe.metrics import Demand
 from extproc.route.decision import Decision
 from extproc.route.router import Router
 from extproc.route.waiting import Waiting
-from tests.fakes import ManualClock, chat, fleet_of
-
-A10 = "llama-8b-a10"
+from tests.fakes import A10, ManualClock, chat, decided, fleet_of
 
 
 @pytest.fixture
 def decision(clock: ManualClock) -> Decision:
-    profile = replace(chat(500, 200), least_output=200)
-    found = Router(fleet_of(clock, A10), "completion", Random(0)).decide(profile)
-    assert found is not None
-    return found
+    router = Router(fleet_of(clock, A10), "completion", Random(0))
+    return decided(router, replace(chat(500, 200), least_output=200))
 
 
 def demand_of(decision: Decision, clock: ManualClock, per_second: int, seconds: int) -> Demand:
@@ -50,18 +46,15 @@ def test_demand_fades_when_no_request_arrives(decision: Decision, clock: ManualC
     assert Demand(clock).replicas(()) == 0.0
 
 
+def waiting_since(decision: Decision, since: float) -> Waiting:
+    return Waiting(decision.profile, decision, since, lambda _: decision, lambda _: None)
+
+
 def test_queue_is_to_be_cleared_within_a_minute(decision: Decision, clock: ManualClock) -> None:
-    waiting = [
-        Waiting(decision.profile, decision, clock(), lambda _: decision, lambda _: None)
-        for _ in range(100)
-    ]
+    waiting = [waiting_since(decision, clock()) for _ in range(100)]
     needed = Demand(clock).replicas(waiting)
     assert needed == pytest.approx(100 * waiting[0].cost / 60.0)
     assert needed > 0.1
-
-
-def waiting_since(decision: Decision, since: float) -> Waiting:
-    return Waiting(decision.profile, decision, since, lambda _: decision, lambda _: None)
 
 
 def test_fleet_with_a_queue_needs_more_replicas(decision: Decision, clock: ManualClock) -> None:

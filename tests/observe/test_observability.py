@@ -80,16 +80,6 @@ def test_legends_name_labels_of_the_expression() -> None:
             assert word.partition("}}")[0] in target["expr"], target
 
 
-def test_panels_do_not_overlap() -> None:
-    taken = set[tuple[int, int]]()
-    for panel in DASHBOARD["panels"]:
-        at = panel["gridPos"]
-        own = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
-        assert not own & taken
-        assert max(x for x, _ in own) < 24
-        taken |= own
-
-
 @pytest.mark.parametrize("name", ["prometheus", "grafana"])
 def test_compose_mounts_existing_files_and_listens_on_loopback(name: str) -> None:
     service = COMPOSE[name]

@@ -108,15 +108,6 @@ async def test_explain_merges_the_decisions_of_all_routers(
     assert [(each["router"], each["request_id"]) for each in json.loads("\n".join(lines))] == [
         (THERE, "later")
     ]
-
-
-@pytest.mark.usefixtures("both")
-async def test_explain_finds_a_request_at_whichever_router_has_it(
-    second: Services, asks: Asks
-) -> None:
-    decide(second, chat(100), "one")
-    lines, errors = await asks("explain", "one")
-    assert (lines[0], errors) == (f"router    {THERE}", [])
     _, (line,) = await asks("explain", "nobody", status=1)
     assert line.startswith("extproc explain: no router that answers has a decision about request")
 

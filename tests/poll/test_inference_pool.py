@@ -13,7 +13,7 @@ from extproc.poll.discovery import Discovery
 from extproc.poll.kubernetes import Pod, members_of
 from tests.conftest import Logged
 from tests.kubernetes_api import ApiServer, inference_pool, pod
-from tests.poll.kubernetes import EMPTY, FOUND, LOST, SCALED, Found, RecordedAnswers
+from tests.poll.kubernetes import EMPTY, LOST, SCALED, Found, RecordedAnswers
 from tests.waiting import PATIENCE_S, until, until_read
 
 POOL = {"inference_pool": "vllm-llama"}
@@ -141,19 +141,6 @@ async def test_missing_definition_of_inference_pools_is_named_in_the_log(
     assert (
         error == "the cluster has no inferencepools (404): install their custom resource definition"
     )
-
-
-async def test_pods_of_the_pool_stay_known_while_the_api_server_is_down(
-    api: ApiServer, watched: Found, logged: Logged
-) -> None:
-    await api.stop()
-    await logged.line(LOST, 2)
-    assert await watched.pods() == {"vllm-0": "serves", "vllm-1": "serves"}
-    api.delete("vllm-1", "pods")
-    await api.start()
-    await watched.has(vllm_0="serves")
-    await logged.line(FOUND, 2)
-    assert {line["resource"] for line in logged.lines(LOST)} == {"inferencepools", "pods"}
 
 
 async def test_each_port_of_the_pool_is_a_replica(api: ApiServer) -> None:

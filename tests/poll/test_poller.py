@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 from collections.abc import Mapping
-from functools import partial
 from itertools import cycle
 from math import inf
 from pathlib import Path
@@ -19,7 +18,6 @@ from prometheus_client import CollectorRegistry
 from extproc.config import Config
 from extproc.ground.clock import monotonic
 from extproc.ground.runtime import started
-from extproc.lab.harness.processes import answers
 from extproc.poll.destination import Destination
 from extproc.poll.into_redis import run_poller
 from extproc.poll.metrics_text import PageFigures, ScrapeError, read_metrics
@@ -46,7 +44,7 @@ from tests.poll.replica import (
     serving,
     text,
 )
-from tests.waiting import PATIENCE_S, until, until_read
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.process
 
@@ -102,25 +100,6 @@ async def test_size_of_kv_cache_tells_speed_of_a_replica_before_its_first_work(
         assert state.learned is not None
         assert state.learned.c0 == pytest.approx(slower * PROFILES[profile].step.c0, rel=0.01)
         assert state.speed is None  # not measured
-
-
-async def test_learned_batch_limit_outlives_the_poller_and_ends_with_the_engine(
-    redis_server: RedisServer,
-) -> None:
-    def learned(limit: int, steps: int, state: ReplicaState) -> bool:
-        return (state.max_num_seqs, state.steps) == (limit, steps)
-
-    async with serving() as replica:
-        settings = config(redis_server, replica)
-        async with watching(settings) as router:
-            await router.replica(replica, partial(learned, 0, 100))
-            replica.answers["/metrics"] = text(page(steps=200, generated=200))
-            await router.replica(replica, partial(learned, 2, 200))
-        replica.answers["/metrics"] = text(page(running=1, waiting=0, steps=300, generated=250))
-        async with watching(settings) as router:
-            await router.replica(replica, partial(learned, 2, 300))
-            replica.answers["/metrics"] = text(page(steps=3))
-            await router.replica(replica, partial(learned, 0, 3))
 
 
 async def test_poller_continues_from_models_listed_before(redis_server: RedisServer) -> None:
@@ -418,36 +397,21 @@ async def test_priority_scheduling_of_the_pool_overrides_the_version(
         assert (await router.replica(replica, takes_priority=True)).by_priority
 
 
-async def test_replicas_file_adds_removes_and_renames_replicas(
-    redis_server: RedisServer, tmp_path: Path
-) -> None:
-    file = tmp_path / "replicas.yaml"
-    async with serving() as first, serving() as second:
-        file.write_text(f"['{first.id}']")
-        async with watching(config(redis_server, replicas_file=file)) as router:
-            await router.until(lambda states: set(states) == {first.id})
-            file.write_text(f"['{first.id}', '{second.id}']")
-            await router.until(lambda states: set(states) == {first.id, second.id})
-            file.write_text(f"[{{url: '{second.id}', name: renamed}}]")
-            await router.until(
-                lambda states: [state.name for state in states.values()] == ["renamed"]
-            )
-        async with connect(redis_server.url, "default") as redis:
-            assert await redis.keys("*:replica:*") == [f"{{default}}:replica:{second.id}".encode()]
-
-
-async def test_replica_that_leaves_while_redis_hangs_is_removed_later(
+async def test_replicas_file_renames_a_replica_and_removes_another_while_redis_hangs(
     redis_server: RedisServer, tmp_path: Path, logged: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_for_redis(monkeypatch, 1.0)
     file = tmp_path / "replicas.yaml"
     async with serving() as first, serving() as second:
+        renamed = f"{{url: '{second.id}', name: renamed}}"
         file.write_text(f"['{first.id}', '{second.id}']")
         async with watching(config(redis_server, replicas_file=file)) as router:
             await router.until(lambda states: len(states) == 2)
+            file.write_text(f"['{first.id}', {renamed}]")
+            await router.replica(second, name="renamed")
             os.kill(redis_server.pid, signal.SIGSTOP)
             await logged.line("redis is lost, retrying")
-            file.write_text(f"['{second.id}']")
+            file.write_text(f"[{renamed}]")
             await logged.line("replica left the pool")
             os.kill(redis_server.pid, signal.SIGCONT)
             await router.until(lambda states: set(states) == {second.id})
@@ -469,33 +433,6 @@ async def test_poller_counts_healthy_replicas_that_neither_sleep_nor_drain(
             assert 'replicas_healthy{pool="default"} 1.0' in await metrics_of(settings)
 
 
-async def test_poller_scrapes_on_without_redis_and_rewrites_all_states(
-    redis_server: RedisServer, replica: ScriptedReplica, logged: Logged
-) -> None:
-    dead = ScriptedReplica()
-    settings = config(redis_server, replica, dead)
-    async with watching(settings) as router:
-        ready = await logged.line("poller started")
-        await router.until(lambda states: len(states) == 2)
-        await redis_server.kill()
-        await logged.line("redis is lost, retrying", times=2)  # the reader's and the poller's
-        await replica.requested("/metrics", more=20)
-        await until(answers(f"http://{ready['admin']}/healthz"))
-        page_of_poller = await metrics_of(settings)
-        replica.answers["/metrics"] = text(page(running=77))
-        await redis_server.start()
-        await router.replica(replica, running=77)
-        await router.until(lambda states: set(states) == {replica.id, dead.id})
-        async with connect(redis_server.url, "default") as redis:
-            assert len(await redis.keys("*:replica:*")) == 2
-        await logged.line("redis is back", times=2)
-    assert len(logged.lines("redis is lost, retrying")) == len(logged.lines("redis is back")) == 2
-    assert 'extproc_poll_replicas{pool="default"} 2.0' in page_of_poller
-    assert 'extproc_poll_replicas_healthy{pool="default"} 1.0' in page_of_poller
-    assert 'extproc_poll_scrapes_total{result="failed"}' in page_of_poller
-    assert "extproc_poll_scrape_seconds_count" in page_of_poller
-
-
 async def test_first_scrapes_of_many_replicas_are_spread_over_the_interval(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -513,17 +450,6 @@ async def test_first_scrapes_of_many_replicas_are_spread_over_the_interval(
     async with started(poller.run()):
         await until(lambda: len(begun) == len(ids))
     assert max(begun.values()) - min(begun.values()) > 0.3
-
-
-async def test_every_configured_pool_is_polled(redis_server: RedisServer) -> None:
-    async with serving() as first, serving() as second:
-        settings = config(redis_server, first, pools={"second": {"replicas": [second.id]}})
-        async with watching(settings) as router, connect(redis_server.url, "default") as redis:
-            await router.until(lambda states: set(states) == {first.id})
-            pools = {"default": first, "second": second}
-            keys = {f"{{{pool}}}:replica:{of.id}".encode() for pool, of in pools.items()}
-            keys_now = partial(redis.keys, "*:replica:*")
-            await until_read(keys_now, lambda now: {*now} == keys)
 
 
 async def test_poller_without_replicas_logs_a_warning(

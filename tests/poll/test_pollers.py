@@ -82,21 +82,6 @@ def counting(first: int = 1) -> Handler:
     return answer
 
 
-async def test_starting_and_stopping_pollers_share_the_replicas(redis_server: RedisServer) -> None:
-    async with several(6) as replicas:
-        first, second, third = (config(redis_server, *replicas) for _ in range(3))
-        async with watching(first) as router:
-            assert await shared(6, first) == [6]
-            async with polling(second):
-                await shared(6, first, second)
-                async with polling(third):
-                    await shared(6, first, second, third)
-                    await fresh(router, replicas)
-                await shared(6, first, second)
-            await shared(6, first)
-            await fresh(router, replicas)
-
-
 async def test_replicas_of_a_killed_poller_are_taken_over_with_learned_state(
     redis_server: RedisServer, redis_client: Redis, tmp_path: Path
 ) -> None:

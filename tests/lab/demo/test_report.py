@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from extproc.cli import main
 from extproc.lab.demo.journal import Entry
 from extproc.lab.demo.report import Report, Run
 from extproc.lab.harness.envoy_config import Access, AccessLog
@@ -85,11 +84,6 @@ def test_figures_without_answers_are_null() -> None:
     assert figures["completion_s"] == {"p50": None, "p99": None}
     assert figures["predicted_error_median"] is None
     assert figures["p99_ratio"] is None
-
-
-def test_json_option_requires_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--json", "file"]) == 2
-    assert capsys.readouterr().err == "extproc demo: --json needs --once\n"
 
 
 def test_equal_seeds_give_equal_samples_with_different_prompts() -> None:

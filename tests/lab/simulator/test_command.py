@@ -1,7 +1,6 @@
 """``extproc simulate`` as a process: its flags, its end and its errors."""
 
 import asyncio
-import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -10,7 +9,6 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import ClientError, ClientSession
 
-from extproc.predict.step import DEFAULT_PROFILE, hardware_profile
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.process
@@ -92,32 +90,6 @@ async def test_disconnected_clients_are_not_logged() -> None:
             await until(all_left)
         process.send_signal(signal.SIGTERM)
         assert await error_output(process) == ""
-
-
-async def test_flag_limits_the_queued_tokens() -> None:
-    async with (
-        replica("--port", "0", "--max-num-queued-tokens", "0") as process,
-        ClientSession(await ready(process)) as session,
-        session.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}) as response,
-    ):
-        assert response.status == 503
-        assert "its prefill token backlog limit" in await response.text()
-
-
-async def test_flags_for_old_counters_and_a_cold_start() -> None:
-    async with (
-        replica("--port", "0", "--old-counters", "--cold-steps", "1000") as process,
-        ClientSession(await ready(process)) as session,
-        session.post("/v1/completions", json={"prompt": "a", "max_tokens": 50, "ignore_eos": True}),
-        session.get("/metrics") as response,
-    ):
-        page = await response.text()
-        assert "prefix_cache_hits_total" in page
-        assert "prompt_tokens_cached_total" not in page
-        assert "prompt_tokens_by_source" not in page
-        step = hardware_profile(DEFAULT_PROFILE).step
-        (took,) = re.findall(r"e2e_request_latency_seconds_sum{.*} (.*)", page)
-        assert float(took) > 1.9 * 50 * step.step_time(prefill=0, batch=1, kv=1)
 
 
 async def test_failed_engine_ends_the_process() -> None:

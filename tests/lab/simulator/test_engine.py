@@ -93,14 +93,6 @@ def test_cache_hits_are_counted_before_their_prompt() -> None:
     assert (counters.prefix_hits, counters.cached_tokens, counters.prompt_tokens) == (320, 0, 320)
 
 
-def test_pooling_request_ends_with_its_prefill() -> None:
-    engine = engine_with(sequence := Sequence(1, 300, 0))
-    assert run(engine)[-1].finished == [sequence]
-    counters = engine.counters
-    assert (engine.steps, counters.generated_tokens) == (2, 0)
-    assert (counters.prompt_tokens, counters.first_tokens) == (300, 1)
-
-
 def test_step_without_a_token_is_not_counted() -> None:
     engine = engine_with(Sequence(1, 1000, 3))
     run(engine)
@@ -244,33 +236,6 @@ def test_cached_prefix_is_not_recomputed(
     assert engine.kv_usage == 0
 
 
-@pytest.mark.parametrize("when", ["waiting", "prefilling", "in a step", "between steps"])
-def test_aborted_sequence_frees_its_blocks(when: str) -> None:
-    engine = engine_with(sequence := Sequence(1, 300, 50))
-    steps = {"waiting": 0, "prefilling": 1, "in a step": 4, "between steps": 4}[when]
-    now = 0.0
-    for _ in range(steps):
-        now = begin(engine, now).ends_at
-        if when == "between steps" or engine.steps + 1 < steps:
-            engine.complete()
-    engine.abort(sequence, now)
-    if engine.step is not None:
-        assert engine.complete().decoded == []
-    assert (engine.running, engine.waiting, engine.kv_usage) == (0, 0, 0)
-    assert sequence.reason == FinishReason.ABORT
-    assert engine.counters.finished.total() == 0
-    assert engine.schedule(now) is None
-
-
-def test_slowdown_applies_from_the_next_step() -> None:
-    engine = engine_with(Sequence(1, 10, 3))
-    first = begin(engine, 0.0)
-    engine.complete()
-    engine.slow_down(3.0)
-    second = begin(engine, first.ends_at)
-    assert second.ends_at - second.starts_at == pytest.approx(3 * STEP.step_time(0, 1, 10))
-
-
 def test_accepted_drafts_end_with_the_sequence() -> None:
     sequence = Sequence(1, 10, 11)
     engine = engine_with(sequence, speculation=Speculation(3, 1.0, Random(0)))
@@ -306,17 +271,6 @@ def test_steps_that_only_decode_are_run_together() -> None:
     assert [outcome.steps for outcome in run(engine)] == [1, 999]
     assert engine.counters.iteration_tokens.count == 1000
     assert engine.counters.iteration_tokens.sum == 10 + 1000
-
-
-def test_arrival_waits_for_the_end_of_the_step() -> None:
-    engine, sequence = engine_with(Sequence(1, 10, 1000)), Sequence(2, 10, 1)
-    engine.advance(1.0)
-    assert engine.step is not None
-    end = engine.step.ends_at
-    assert end > 1.0
-    engine.add(sequence, 1.0)
-    engine.advance(end)
-    assert sequence.admitted == end
 
 
 def test_impossible_sequence_is_refused() -> None:

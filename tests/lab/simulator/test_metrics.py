@@ -10,6 +10,7 @@ from prometheus_client.samples import Sample
 
 from extproc.ground.clock import monotonic, wall
 from extproc.lab.harness.pages import samples_of
+from extproc.lab.simulator.replica import Replica
 from tests.lab.simulator.conftest import SETTINGS
 
 SERIES = Path(__file__).parents[2] / "data" / "vllm_0_32_series.txt"
@@ -139,6 +140,22 @@ async def test_accepted_drafts_are_counted_and_sent_with_their_token(
     assert counts["spec_decode_num_draft_tokens_total"] == 12
     assert counts["spec_decode_num_accepted_tokens_total"] == 12
     assert counts["iteration_tokens_total_count"] == 6
+
+
+@pytest.mark.parametrize(
+    "replica", [replace(SETTINGS, old_counters=True, cold_steps=1000)], indirect=True
+)
+async def test_old_counters_and_cold_steps_are_those_of_the_settings(
+    client: ClientSession, replica: Replica
+) -> None:
+    await complete(client, "word", 50)
+    counts = await values(client)
+    assert "prefix_cache_hits_total" in counts
+    assert not any(
+        name.startswith(("prompt_tokens_cached", "prompt_tokens_by_")) for name in counts
+    )
+    warm_s = 50 * replica.engine.step_model.step_time(prefill=0, batch=1, kv=1) / SETTINGS.speed
+    assert counts["e2e_request_latency_seconds_sum"] > 1.9 * warm_s
 
 
 async def test_latencies_are_those_of_the_client(client: ClientSession) -> None:

@@ -1,13 +1,15 @@
 """HTTP server of a simulated replica: answers, disconnects and faults."""
 
 import asyncio
+from array import array
+from base64 import b64decode
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession
 
 from extproc.lab.simulator.replica import Replica
-from tests.lab.simulator.conftest import CHAT, chat, get, reply
+from tests.lab.simulator.conftest import CHAT, chat, reply
 from tests.waiting import PATIENCE_S, until
 
 
@@ -34,6 +36,15 @@ async def test_output_bounds_are_those_of_vllm(
     client: ClientSession, path: str, body: dict[str, Any], header: int | None, tokens: int
 ) -> None:
     assert (await reply(client, path, body, header))["usage"]["completion_tokens"] == tokens
+
+
+async def test_embedding_is_the_same_in_base64_and_in_numbers(client: ClientSession) -> None:
+    packed, plain = [
+        (await reply(client, "/v1/embeddings", {"input": "hello", "encoding_format": encoding}))
+        for encoding in ("base64", "float")
+    ]
+    numbers = array("f", b64decode(packed["data"][0]["embedding"]))
+    assert list(numbers) == pytest.approx(plain["data"][0]["embedding"])
 
 
 async def test_min_tokens_is_respected(client: ClientSession) -> None:
@@ -81,48 +92,6 @@ async def test_disconnected_client_frees_its_blocks(
     await until(lambda: not replica.engine.running)
     assert replica.engine.kv_usage == 0
     assert replica.engine.counters.finished.total() == 0
-
-
-async def test_requests_in_flight_are_listed_by_name(client: ClientSession) -> None:
-    async def until_named(*names: str) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while {*await get(client, "/simulate/requests")} != {*names}:
-                pass
-
-    def send(name: str, stream: bool) -> Any:
-        body = chat(stream=stream, ignore_eos=True, max_tokens=4000)
-        headers = {"tracestate": f"simulate-output-tokens=4000,simulate-request={name}"}
-        return asyncio.ensure_future(client.post(CHAT, json=body, headers=headers))
-
-    whole, streamed = send("whole", False), send("streamed", True)
-    await until_named("whole", "streamed")
-    whole.cancel()
-    await until_named("streamed")
-    (await streamed).close()
-    await until_named()
-
-
-async def test_fail_fault_affects_only_inference(client: ClientSession) -> None:
-    await reply(client, "/simulate", {"fail": 599})
-    assert (await reply(client, CHAT, chat(), status=599))["error"]["code"] == 599
-    async with client.get("/metrics") as response:
-        assert response.status == 200
-    await reply(client, "/simulate", {"fail": 0})
-    await reply(client, CHAT, chat(max_tokens=1))
-
-
-async def test_hang_fault_stops_all_answers_until_cleared(
-    client: ClientSession,
-) -> None:
-    assert (await reply(client, "/simulate", {"hang": True}))["hang"] is True
-    waiting = [
-        asyncio.ensure_future(reply(client, CHAT, chat(max_tokens=1))),
-        asyncio.ensure_future(client.get("/health")),
-    ]
-    done, _ = await asyncio.wait(waiting, timeout=0.1)
-    assert not done
-    await reply(client, "/simulate", {"hang": False})
-    await asyncio.wait_for(asyncio.gather(*waiting), PATIENCE_S)
 
 
 async def test_slow_fault_sets_the_factor_of_the_engine(

@@ -43,22 +43,6 @@ async def gauges(client: ClientSession) -> dict[str, float]:
     return {name: page[name] for name in names}
 
 
-@pytest.mark.parametrize("freezing", [True, False])
-async def test_freezing_fault_keeps_the_gauges_of_aborted_requests(
-    client: ClientSession, replica: Replica, freezing: bool
-) -> None:
-    await reply(client, "/simulate", {"freezing_gauges": freezing})
-    async with running(client, replica, (CHAT, LONG), (CHAT, LONG)):
-        await until(lambda: replica.engine.gauges.running == 2)
-    await until(lambda: replica.engine.running == 0 and replica.engine.step is None)
-    seen = await gauges(client)
-    assert (seen["num_requests_running"], seen["kv_cache_usage_perc"] > 0) == (
-        (2, True) if freezing else (0, False)
-    )
-    await reply(client, CHAT, chat(max_tokens=1))
-    assert set((await gauges(client)).values()) == {0.0}
-
-
 @pytest.mark.parametrize(
     ("level", "state"), [(0, ""), (1, "weights_offloaded"), (2, "discard_all")]
 )

@@ -15,7 +15,7 @@ from extproc.proxy.app import build
 from extproc.proxy.services import Services
 from extproc.request.objective import Objective
 from extproc.route.waiting import Waiting
-from tests.fakes import ManualClock, chat, replica, state
+from tests.fakes import ManualClock, chat, decided, replica, state
 from tests.proxy.conftest import on_fleet
 
 H100 = "llama-8b-h100"
@@ -44,9 +44,7 @@ def poll(services: Services, *only: int, **figures: Any) -> None:
 
 def wait(services: Services, tenant: str, priority: int = 0) -> None:
     profile = replace(chat(41_000, 1000), tenant=tenant, objective=Objective(priority=priority))
-    decision = services.router.decide(profile)
-    assert decision is not None
-    now = services.clock()
+    decision, now = decided(services.router, profile), services.clock()
     services.queue.enter(Waiting(profile, decision, now, lambda _: decision, lambda _: None))
 
 

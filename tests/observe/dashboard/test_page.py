@@ -16,7 +16,6 @@ from tests.fakes import chat, replica
 from tests.observe.conftest import decide, serving
 from tests.observe.dashboard.browser import BINARY, BrowserPage, chromium, tab
 from tests.observe.dashboard.conftest import ended, poll, wait
-from tests.observe.dashboard.test_http import FILES
 from tests.waiting import until
 
 pytestmark = [
@@ -50,12 +49,6 @@ async def shown(page: BrowserPage, services: Services, router: str) -> BrowserPa
     await page.open(f"http://{router}/")
     await page.until(f"{ROWS}.length == 4")
     return page
-
-
-async def test_page_requests_nothing_from_other_hosts(shown: BrowserPage, router: str) -> None:
-    start = f"http://{router}/"
-    paths = {url.removeprefix(start) for url in shown.requested if not url.startswith("data:")}
-    assert paths == {*(path.removeprefix("/") for path in FILES), "dashboard/events"}
 
 
 async def test_text_of_clients_is_no_markup(shown: BrowserPage) -> None:

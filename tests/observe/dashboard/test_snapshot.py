@@ -181,14 +181,6 @@ def test_share_of_hardly_any_decisions_is_not_shown(services: Services) -> None:
     assert cells(services, 1, "Share") == [None]
 
 
-def test_decision_served_by_another_replica_names_it(services: Services) -> None:
-    record = dispatch(services)
-    other = 2 if record.decision.replica == replica(1) else 1
-    record.outcome.served_by, record.outcome.status = replica(other), 200
-    (row,) = rows(page(services)["decisions"]).values()
-    assert row["model: why"].endswith(f" [served by r{other}]")
-
-
 def test_observed_requests_are_compared_with_choices_of_envoy(services: Services) -> None:
     title = "observed requests that Envoy sent elsewhere"
     poll(services, 4, max_model_len=8)  # too small for the requests, but Envoy may choose it
@@ -362,11 +354,6 @@ def test_replica_that_is_down_is_warned_of_with_the_reason(services: Services) -
     assert second.startswith("All 4 replicas are excluded: its engine sleeps. Wake them up")
 
 
-def test_warning_names_replicas_in_order(services: Services) -> None:
-    poll(services, 7, 5, 6, healthy=False, problem="cannot connect")
-    assert warnings(services) == ["r5, r6 and r7 are excluded: cannot connect."]
-
-
 @pytest.mark.parametrize(
     ("figures", "warning"),
     [
@@ -388,14 +375,6 @@ def test_excluded_replicas_are_listed_by_number_and_restarted_together(services:
         down = number < 4
         poll(services, number, name=name, healthy=not down, problem="refused", refuses=down)
     assert only_warning(services) == "r2, r9 and r10 are excluded: refused. Restart them."
-
-
-def test_at_most_half_of_the_replicas_are_excluded_as_failing(services: Services) -> None:
-    for number in (1, 2, 3, 4) * 3:
-        services.fleet.eligibility.failed(replica(number))
-    reason = "ejected: 3 or more consecutive requests failed"
-    assert warnings(services) == [f"r1 and r2 are excluded: {reason}."]
-    assert cells(services, 1, "Health") == ["excluded"]
 
 
 def test_excluded_replica_shows_since_when(services: Services, clock: ManualClock) -> None:
@@ -456,15 +435,6 @@ def test_draining_replica_is_not_warned_of(services: Services) -> None:
     poll(services, 2, draining=True)
     assert warnings(services) == []
     assert cells(services, 2, "Health", "Health notes") == ["draining", ""]
-
-
-def test_stale_polls_are_warned_of(services: Services, clock: ManualClock) -> None:
-    clock.advance(5.1)
-    assert only_warning(services).startswith(
-        "Stale state: pollers reported no replica for more than 5 s"
-    )
-    poll(services)
-    assert warnings(services) == []
 
 
 def test_missing_pollers_and_a_missing_redis_are_warned_of(services: Services) -> None:

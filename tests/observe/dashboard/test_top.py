@@ -101,9 +101,10 @@ async def test_a_thousand_replicas_are_shown(services: Services, router: str, to
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("unbuffered", ["", "1"])  # the image sets this variable
 @pytest.mark.parametrize("command", ["explain", "completion bash"])
 async def test_reader_that_leaves_ends_a_command_without_an_error(
-    command: str, services: Services, router: str
+    command: str, unbuffered: str, services: Services, router: str
 ) -> None:
     for _ in range(20):
         decide(services)
@@ -111,7 +112,10 @@ async def test_reader_that_leaves_ends_a_command_without_an_error(
     os.close(read)
     words = command.split() + (["--router", router] if "completion" not in command else [])
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "extproc", *words, stdout=write, stderr=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "extproc", *words),
+        stdout=write,
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
     )
     os.close(write)
     _, errors = await process.communicate()
