@@ -281,10 +281,12 @@ async def test_running_envoy_is_checked_like_its_file(
         assert any("The replicas' cluster can obey the router" in line for line in ok)
         await stack.process("router").kill()
         await until(lambda: _unhealthy(stack.envoy_admin))
-        (error,) = bad(await check(*arguments, status=1))
-        assert "cluster 'router' has no healthy member (127.0.0.1:" in error
-        (error,) = bad(await check(*arguments, "--serve.listen", "127.0.0.1:1", status=1))
-        assert "and the router listens at 1 (serve.listen)" in error
+        # Once the router's presence in Redis has expired, that is an error of its own.
+        errors = "\n".join(bad(await check(*arguments, status=1)))
+        assert "cluster 'router' has no healthy member (127.0.0.1:" in errors
+        errors = "\n".join(bad(await check(*arguments, "--serve.listen", "127.0.0.1:1", status=1)))
+        assert "and the router listens at 1 (serve.listen)" in errors
+        assert "no healthy member" not in errors
 
 
 async def _unhealthy(envoy_admin: str) -> bool:
