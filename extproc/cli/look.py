@@ -11,7 +11,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import NoReturn
+
+from msgspec import to_builtins
 
 from extproc.cli.arguments import CommandError, whole
 from extproc.cli.configuration import add_file, configured
@@ -21,7 +23,7 @@ from extproc.config import AdminSettings, Config
 from extproc.ground.runtime import started
 from extproc.ground.text import WIDTH, printable
 from extproc.observe.client import RouterUnavailableError, fetch_decisions, follow, url_of
-from extproc.observe.decision import other_format, read_decisions
+from extproc.observe.decision import DecisionRecord, other_format
 from extproc.observe.explain import comparison, decisions
 
 _RETRY_S = 1.0
@@ -59,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         text = asyncio.run(show(args, config))
     except (RouterUnavailableError, OSError, ValueError) as error:
-        raise CommandError(*str(error).splitlines()) from None
+        raise CommandError(error) from None
     except KeyboardInterrupt:
         if args.command != "top":
             raise
@@ -70,13 +72,12 @@ def run(args: argparse.Namespace) -> int:
 
 async def _explain(args: argparse.Namespace, config: Config) -> str:
     routers, notes = await routers_to_ask(args.router, config)
-    merged, failures = list[dict[str, Any]](), dict[AskedRouter, str]()
+    found, failures = list[tuple[DecisionRecord, str]](), dict[AskedRouter, str]()
 
     async def ask(router: AskedRouter) -> None:
         try:
             asked = fetch_decisions(router.admin, args.request_id, args.last, config.admin)
-            own = {"router": router.name} if router.name else {}
-            merged.extend(record | own for record in await asked)
+            found.extend((record, router.name) for record in await asked)
         except RouterUnavailableError as error:
             failures[router] = router.failed(error)
 
@@ -84,35 +85,27 @@ async def _explain(args: argparse.Namespace, config: Config) -> str:
     failed = (failures[router] for router in routers if router in failures)
     problems = [*map(printable, (*notes, *failed))]
     if len(failures) == len(routers):
-        raise RouterUnavailableError("\n".join(problems))
+        raise CommandError(*problems)
+    if remark := other_format(record.version for record, _ in found):
+        problems.append(remark)
     for problem in problems:
         print(f"extproc explain: {problem}", file=sys.stderr)
-    if args.request_id is not None and not merged:
-        raise RouterUnavailableError(_not_found(args.request_id, routers, config.admin))
-    merged.sort(key=lambda record: float(record["decided_at"]))
-    shown = merged if args.request_id is not None else merged[-args.last :]
-    text = json.dumps(shown, indent=2) if args.json else _text(shown, args.request_id is None)
-    if remark := other_format(merged):
-        print(f"extproc explain: {remark}", file=sys.stderr)
-    return text
-
-
-def _text(shown: Sequence[dict[str, Any]], listed: bool) -> str:
-    """Format decisions as a list, or each decision in full if not ``listed``."""
-    records, routers = read_decisions(shown), [record.get("router", "") for record in shown]
-    if listed:
-        return decisions(records, routers if any(routers) else ())
-    return "\n\n\n".join(map(comparison, records, routers))
-
-
-def _not_found(request: str, routers: Sequence[AskedRouter], access: AdminSettings) -> str:
-    subject, asked = "no router that answers has a", "any of them"
-    if len(routers) == 1:
-        subject, asked = f"the router at {url_of(routers[0].admin, access)} has no", "this router"
-    return (
-        f"{subject} decision about request {request!r}: Envoy did not ask {asked}, no replica was "
-        "available, or the decision is no longer kept (serve.decisions_kept)"
-    )
+    found.sort(key=lambda pair: pair[0].decided_at)
+    if args.request_id is None:
+        found = found[-args.last :]
+    elif not found:
+        urls = printable(", ".join(url_of(router.admin, config.admin) for router in routers))
+        raise CommandError(
+            f"no decision about request {args.request_id!r} at {urls}: Envoy did not ask there, no "
+            "replica was available, or the decision is no longer kept (serve.decisions_kept)"
+        )
+    if args.json:
+        shown = [to_builtins(each) | ({"router": name} if name else {}) for each, name in found]
+        return json.dumps(shown, indent=2)
+    records, names = [record for record, _ in found], [name for _, name in found]
+    if args.request_id is None:
+        return decisions(records, names if any(names) else ())
+    return "\n\n\n".join(map(comparison, records, names))
 
 
 @dataclass(slots=True)
@@ -143,7 +136,7 @@ async def _top(args: argparse.Namespace, config: Config) -> str:
             elif views and complete:
                 problems = [*map(printable, (*shown.notes, *(view.error for view in views)))]
                 if not lines:
-                    raise RouterUnavailableError("\n".join(problems))
+                    raise CommandError(*problems)
                 draw([*problems, "", *lines])
             await shown.changed.wait()
             shown.changed.clear()

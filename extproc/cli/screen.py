@@ -105,7 +105,7 @@ def _fleet(snapshot: Snapshot, width: int) -> Iterator[str]:
     figures = ", ".join(f"{value} {name}" for name, value in snapshot.get("figures", ()))
     facts = ", ".join(f"{name.lower()}: {value}" for name, value in snapshot.get("facts", ()))
     yield from paragraph(f"{snapshot.get('router')}: {figures}; {facts}", 0, width=width)
-    if remark := other_format([snapshot]):
+    if remark := other_format([snapshot.get("version", 0)]):
         yield from paragraph(remark, 2, "!", width)
     for warning in dict.fromkeys(snapshot.get("warnings", ())):
         yield from paragraph(warning, 2, "!", width)

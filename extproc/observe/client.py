@@ -12,11 +12,13 @@ from types import MappingProxyType
 from typing import Any
 
 import aiohttp
+from msgspec.json import decode
 
 from extproc.config import AdminSettings
 from extproc.ground.files import read_certificates
 from extproc.ground.tls import trusting
 from extproc.observe.admin import read_token
+from extproc.observe.decision import DecisionRecord
 
 _TIMEOUT_S = 10.0
 _MOST_BYTES = 2**24  # limit of an event; the snapshot of 1,000 replicas takes 0.25 MB
@@ -34,7 +36,7 @@ def url_of(router: str, access: AdminSettings) -> str:
 
 async def fetch_decisions(
     router: str, request_id: str | None, most: int, access: AdminSettings
-) -> list[Any]:
+) -> list[DecisionRecord]:
     """Get the newest ``most`` decisions, or all decisions about one request, oldest first; the list
     may be empty.
 
@@ -48,10 +50,11 @@ async def fetch_decisions(
     url, kind = url_of(router, access), "application/json"
     query = {"last": str(most)} if request_id is None else {"request_id": request_id}
     async with _get(url, "/decisions", access, kind, query) as response:
-        records = await response.json()
-    if not isinstance(records, list) or not all(map(_is_decision, records)):
-        raise _no_router(url, "JSON that is no list of decisions")
-    return records
+        body = await response.read()
+    try:
+        return decode(body, type=list[DecisionRecord])
+    except ValueError as error:
+        raise _no_router(url, f"no list of decisions ({error})") from None
 
 
 async def fetch_pages(router: str, paths: Sequence[str], access: AdminSettings) -> list[bytes]:
@@ -131,11 +134,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, aiohttp.InvalidURL):
         return "this is no URL"
     return str(error) or type(error).__name__
-
-
-def _is_decision(record: object) -> bool:
-    return (
-        isinstance(record, dict)
-        and isinstance(record.get("number"), int)
-        and isinstance(record.get("decided_at"), int | float)
-    )

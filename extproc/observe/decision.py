@@ -1,10 +1,9 @@
 """Decisions as JSON: routers write them; ``explain``, the dashboard and the demo read them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import StrEnum
-from typing import Any
 
-from msgspec import Struct, ValidationError, convert, field
+from msgspec import Struct, field
 
 FORMAT = 1
 """Version of the JSON of ``/decisions``, ``/fleet`` and the page's events.
@@ -123,24 +122,10 @@ class DecisionRecord(Struct):
         return next((found for found in self.candidates if found.replica == replica), None)
 
 
-def read_decisions(answer: object) -> list[DecisionRecord]:
-    """Convert decoded JSON of any :data:`FORMAT` to records.
-
-    Raises:
-        ValueError: ``number`` or ``request_id`` is missing, or a field has another type.
-    """
-    try:
-        return convert(answer, list[DecisionRecord])
-    except ValidationError as error:
-        raise ValueError(
-            f"the decisions cannot be read ({error}): the router may have another version; "
-            "try --json"
-        ) from None
-
-
-def other_format(answers: Iterable[Mapping[str, Any]]) -> str:
-    """Return a remark for people if a router's JSON has another :data:`FORMAT`; else empty."""
-    version = next((found for each in answers if (found := each.get("version", 0)) != FORMAT), None)
+def other_format(versions: Iterable[int]) -> str:
+    """Return a remark for people if one of the versions of routers' JSON is not :data:`FORMAT`;
+    else empty."""
+    version = next((version for version in versions if version != FORMAT), None)
     if version is None:
         return ""
     return (

@@ -110,15 +110,15 @@ async def test_explain_merges_the_decisions_of_all_routers(
     ]
 
 
-@pytest.mark.usefixtures("both")
 async def test_explain_finds_a_request_at_whichever_router_has_it(
-    second: Services, asks: Asks
+    second: Services, both: list[str], asks: Asks
 ) -> None:
     decide(second, chat(100), "one")
     lines, errors = await asks("explain", "one")
     assert (lines[0], errors) == (f"router    {THERE}", [])
     _, (line,) = await asks("explain", "nobody", status=1)
-    assert line.startswith("extproc explain: no router that answers has a decision about request")
+    urls = ", ".join(f"http://{address}" for address in both)
+    assert line.startswith(f"extproc explain: no decision about request 'nobody' at {urls}: ")
 
 
 async def test_explain_shows_the_routers_that_answer_and_names_the_others(
