@@ -12,8 +12,6 @@ from extproc.ground.text import natural
 from extproc.share.connection import address, connect
 from extproc.share.digests import living_routers
 
-_NOT_PUBLISHED = "Redis does not have its admin address, because the router runs an older version"
-
 
 @dataclass(frozen=True, slots=True)
 class AskedRouter:
@@ -64,11 +62,11 @@ def _within_reach(found: Mapping[str, str]) -> tuple[list[AskedRouter], list[str
     routers, notes = dict[str, AskedRouter](), list[str]()
     for name in sorted(found, key=natural):
         process, admin = process_address(name), found[name]
-        if admin and within_reach(admin, process):
+        if within_reach(admin, process):
             routers[admin] = AskedRouter(admin, process)
-            continue
-        why = f"its serve.admin ({admin}) is on loopback of another machine"
-        notes.append(f"router {process} is not asked: {why if admin else _NOT_PUBLISHED}")
+        else:
+            why = f"its serve.admin ({admin}) is on loopback of another machine"
+            notes.append(f"router {process} is not asked: {why}")
     return [*routers.values()], [*dict.fromkeys(notes)]
 
 

@@ -72,9 +72,10 @@ class DigestReader(ChannelReader[DigestEvent]):
 
 
 async def living_routers(redis: Redis, pool: str) -> dict[str, str]:
-    """Returns the admin address of each router of a pool, by router name; empty if not known."""
+    """Returns the admin address of each router of a pool, by router name. A router that has just
+    started has not published its address yet."""
     found = dict[str, str]()
     keys = await keys_after(redis, Keys(pool).router)
     async for page in stored_values(redis, keys, Skips(), DIGEST):
-        found |= {digest.router: digest.admin for digest, _ in page}
+        found |= {digest.router: digest.admin for digest, _ in page if digest.admin}
     return found
