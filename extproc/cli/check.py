@@ -19,7 +19,7 @@ from extproc.ground.yaml_file import read_yaml
 from extproc.observe.admin import read_token
 from extproc.observe.traces import Traces
 from extproc.poll.discovery import require_client
-from extproc.request.tokens import TokenCounter, TokenizerError
+from extproc.request.tokens import TokenCounter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,8 +50,6 @@ def run(args: argparse.Namespace) -> int:
             read_token(config.admin.token_file)
         if config.traces.endpoint is not None:
             Traces(config.traces.endpoint).close()
-    except TokenizerError as error:
-        raise UsageError(f"request.tokenizers: {error}") from None
     except ValueError as error:
         raise UsageError(error) from None
     first = [*doubts, *_check_empty(args.config), *check_replicas(config)]
