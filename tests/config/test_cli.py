@@ -79,7 +79,7 @@ def test_bash_completes_commands_and_options(
 @pytest.mark.parametrize(
     ("argv", "usage", "problem"),
     [
-        ([], "extproc COMMAND [OPTION]...", "extproc: the following arguments are required"),
+        ([], "extproc COMMAND [OPTION]...", "extproc: error: the following arguments are required"),
         (["srve"], "extproc COMMAND [OPTION]...", "invalid choice: 'srve'"),
         (["serve", "--poll.intervall_s=3"], "extproc serve [OPTION]...",
          "unknown argument '--poll.intervall_s'; did you mean '--poll.interval_s'?"),
