@@ -64,7 +64,7 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
         ended = [*takewhile(lambda result: result.at >= since, reversed(pool.results))]
         prefix = f"Pool {name}: " if len(pools) > 1 else ""
         warnings += [(prefix, warning) for warning in pool_warnings(pool, view, ended)]
-        usable += len(view) - len({replica.id for replica in view.excluded} & {*view.ids})
+        usable += len(view) - len(view.excluded)
         replicas += len(view)
         shown.append(
             {

@@ -166,12 +166,12 @@ def _external(pool: ObservedPool) -> Iterator[str]:
 
 
 def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
-    members, reasons = pool.fleet.members, defaultdict[tuple[str, str], dict[str, str]](dict)
+    fleet, reasons = pool.fleet, defaultdict[tuple[str, str], dict[str, str]](dict)
     for replica in view.excluded:
-        state = members.get(replica.id)
-        if state is None or not state.draining:
-            reasons[replica.why, _remedy(state) if state else ""][replica.id] = replica.name
-    if len(view) and not any(state.healthy and not state.asleep for state in members):
+        state = fleet.eligibility.conditions[replica.id].state
+        if not state.draining:
+            reasons[replica.why, _remedy(state)][replica.id] = replica.name
+    if len(view) and not any(state.healthy and not state.asleep for state in fleet.members):
         hold, waits = pool.config.hold, pool.config.serve.steers_all
         longest_s = min(hold.empty_s, hold.longest_s) if waits else 0.0
         consequence = f"requests wait for at most {longest_s:g} s (hold.empty_s), then get 503"
