@@ -17,7 +17,7 @@ from msgspec import to_builtins
 
 from extproc.cli.arguments import CommandError, whole
 from extproc.cli.configuration import add_file, configured
-from extproc.cli.routers import AskedRouter, FoundRouters, routers_to_ask
+from extproc.cli.routers import AskedRouter, routers_to_ask
 from extproc.cli.screen import RouterView, draw, screen
 from extproc.config import AdminSettings, Config
 from extproc.ground.runtime import started
@@ -118,10 +118,9 @@ class _Shown:
 
 
 async def _top(args: argparse.Namespace, config: Config) -> str:
-    found, shown = await routers_to_ask(args.router, config), _Shown()
-    terminal = sys.stdout.isatty()
+    shown, terminal = _Shown(), sys.stdout.isatty()
     once, lines = args.once or not terminal, list[str]()
-    async with started(_watch(found, shown, args, config)) as (watching,):
+    async with started(_watch(shown, args, config)) as (watching,):
         watching.add_done_callback(lambda _: shown.changed.set())
         while not watching.done():
             views = [*shown.views.values()]
@@ -143,26 +142,25 @@ async def _top(args: argparse.Namespace, config: Config) -> str:
     return watching.result()  # raises the error that ended it
 
 
-async def _watch(
-    found: FoundRouters, shown: _Shown, args: argparse.Namespace, config: Config
-) -> NoReturn:
-    """Follow the routers of ``found``, and later the routers that Redis names, until cancelled."""
+async def _watch(shown: _Shown, args: argparse.Namespace, config: Config) -> NoReturn:
+    """Follow the routers to ask, as Redis names them from time to time, until cancelled."""
     followers = dict[AskedRouter, asyncio.Task[NoReturn]]()
     try:
         while True:
-            routers, shown.notes = found
-            new = {router: RouterView(router.name or router.admin) for router in routers}
-            shown.views = {router: shown.views.get(router, view) for router, view in new.items()}
-            for router in followers.keys() - shown.views.keys():
-                followers.pop(router).cancel()
-            for router in shown.views.keys() - followers.keys():
-                follower = _follow(router, config.admin, shown.views[router], shown.changed)
-                followers[router] = asyncio.create_task(follower)
-            shown.changed.set()
+            routers, notes = await routers_to_ask(args.router, config)
+            if routers[0].name or not followers:  # else Redis names no router: keep the last ones
+                shown.notes = notes
+                shown.views = {
+                    router: shown.views.get(router) or RouterView(router.name or router.admin)
+                    for router in routers
+                }
+                for router in followers.keys() - shown.views.keys():
+                    followers.pop(router).cancel()
+                for router in shown.views.keys() - followers.keys():
+                    follower = _follow(router, config.admin, shown.views[router], shown.changed)
+                    followers[router] = asyncio.create_task(follower)
+                shown.changed.set()
             await asyncio.sleep(_LOOK_AGAIN_S)
-            latest = await routers_to_ask(args.router, config)
-            if latest[0][0].name:  # else Redis named no router
-                found = latest
     finally:
         for task in followers.values():
             task.cancel()
