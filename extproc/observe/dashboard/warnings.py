@@ -70,9 +70,10 @@ def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
             "give it more CPU."
         )
     if refusal := delays.redis_refusal.rstrip("."):
-        full = "maxmemory" in refusal
-        remedy = "Give Redis more memory (maxmemory)." if full else "Read the log of Redis."
-        yield (f"Redis stores nothing: {refusal}. A new poller does not get ready. {remedy}")
+        yield (
+            f"Redis stores nothing: {refusal}. A new poller does not get ready. Read the log of "
+            "Redis, or give it more memory (maxmemory)."
+        )
     lately = pools[0].log.since(pools[0].wall() - _LATELY_S)
     if any(decision.outcome.overloaded for decision in lately):
         yield Costly(
