@@ -1,7 +1,7 @@
 """Routers that a command asks: a named router, or all routers of the pools, found through Redis."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from redis.exceptions import RedisError
@@ -25,10 +25,7 @@ class AskedRouter:
         return f"router {self.name}: {error}" if self.name else str(error)
 
 
-FoundRouters = tuple[Sequence[AskedRouter], Sequence[str]]  # routers, and notes on missing ones
-
-
-async def routers_to_ask(named: str | None, config: Config) -> FoundRouters:
+async def routers_to_ask(named: str | None, config: Config) -> tuple[list[AskedRouter], list[str]]:
     """Find the routers to ask, at least one.
 
     Args:
