@@ -5,6 +5,8 @@ from enum import StrEnum
 
 from msgspec import Struct, field
 
+from extproc.predict.inputs import Excluded
+
 FORMAT = 1
 """Version of the JSON of ``/decisions``, ``/fleet`` and the page's events.
 
@@ -45,14 +47,6 @@ class Candidate(Struct):
     stretch: Figure = None  # recent actual ÷ predicted decode time; terms_s.decode includes it
     cost_weight: Figure = None
     kv_pressure: Figure = None
-
-
-class ExcludedCandidate(Struct):
-    """Replica that the policy could not choose."""
-
-    replica: str
-    name: str = ""
-    why: str = ""
 
 
 class NotFollowed(StrEnum):
@@ -108,7 +102,7 @@ class DecisionRecord(Struct):
     predicted_completion_s: Figure = None
     compared: int = 0
     candidates: list[Candidate] = []
-    excluded: list[ExcludedCandidate] = []
+    excluded: list[Excluded] = []
     outcome: RequestOutcome = field(default_factory=RequestOutcome)
     observed: bool = False  # Envoy alone chose the replica that served
     version: int = 0  # FORMAT of the router; 0: a router from before formats had versions

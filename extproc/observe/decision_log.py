@@ -13,14 +13,7 @@ from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import Clock
 from extproc.observe.changes import Exclusions, Onsets, Presence
-from extproc.observe.decision import (
-    FORMAT,
-    Candidate,
-    DecisionRecord,
-    ExcludedCandidate,
-    RequestOutcome,
-    Terms,
-)
+from extproc.observe.decision import FORMAT, Candidate, DecisionRecord, RequestOutcome, Terms
 from extproc.observe.history import Average, Delays, History
 from extproc.predict.inputs import Floats
 from extproc.route.decision import Decision
@@ -91,10 +84,7 @@ class LoggedDecision(msgspec.Struct, eq=False):
             predicted_completion_s=_short(decision.predicted_completion),
             compared=self.compared,
             candidates=self._candidates(most),
-            excluded=[
-                ExcludedCandidate(replica.id, replica.name, replica.why)
-                for replica in view.excluded[:most]
-            ],
+            excluded=[*view.excluded[:most]],
             outcome=RequestOutcome(*(_short(getattr(self.outcome, name)) for name in _OUTCOME)),
             observed=self.observed,
             version=FORMAT,

@@ -27,7 +27,7 @@ def replica_table(
 ) -> PageTable:
     """List the replicas; cells for load and speed of an unhealthy replica stay empty."""
     fleet, name, now = pool.fleet, pool.config.pool, pool.clock()
-    excluded = {replica.id: replica.why for replica in view.excluded}
+    excluded = {each.replica: each.why for each in view.excluded}
     order = sorted(range(len(view)), key=lambda row: natural(view.names[row]))
     ids = [view.ids[row] for row in order]
     states = [fleet.members.by_row[view.rows[row]] for row in order]

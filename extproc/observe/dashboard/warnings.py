@@ -168,10 +168,10 @@ def _external(pool: ObservedPool) -> Iterator[str]:
 
 def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
     fleet, reasons = pool.fleet, defaultdict[tuple[str, str], dict[str, str]](dict)
-    for replica in view.excluded:
-        state = fleet.eligibility.conditions[replica.id].state
+    for each in view.excluded:
+        state = fleet.eligibility.conditions[each.replica].state
         if not state.draining:
-            reasons[replica.why, _remedy(state)][replica.id] = replica.name
+            reasons[each.why, _remedy(state)][each.replica] = each.name
     if len(view) and not any(state.healthy and not state.asleep for state in fleet.members):
         hold, waits = pool.config.hold, pool.config.serve.steers_all
         longest_s = min(hold.empty_s, hold.longest_s) if waits else 0.0
