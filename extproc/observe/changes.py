@@ -3,7 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from extproc.fleet.exclusion_reasons import DRAINING, FAILING, FULL
 from extproc.fleet.fleet import Fleet
@@ -147,10 +147,8 @@ class CounterLog:
     _clock: Clock
     _expected: Container[str]  # reasons that are not logged
     _title: Callable[[str], str] = str  # label for people
-
-    def __post_init__(self) -> None:
-        self._logged = Counter[str]()
-        self._next = 0.0  # earliest time of the next line, on the clock
+    _logged: Counter[str] = field(default_factory=Counter, init=False)
+    _next: float = field(default=0.0, init=False)  # earliest time of the next line, on the clock
 
     def look(self) -> None:
         """Logs by how much the counter has grown since the last line."""
