@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import json
-import logging
 from dataclasses import asdict
 from pathlib import Path
 
@@ -59,8 +58,6 @@ def run(args: argparse.Namespace) -> int:
     if args.envoy is not None:
         found[str(args.envoy)] = _check_file(args.envoy, config)
     if args.live or args.envoy_admin is not None:
-        # Failures are findings here: do not also log the failures of parts that the checks use.
-        logging.getLogger("extproc").addHandler(logging.NullHandler())
         found["What runs:"] = asyncio.run(check_live(config, args.envoy_admin))
     findings = [finding for part in found.values() for finding in part]
     if args.json:
