@@ -43,7 +43,7 @@ def fleet_of(clock: ManualClock, *profiles: str, names: ModelNames | None = None
 
 def excluded(fleet: Fleet) -> dict[str, str]:
     """Returns the reason for each replica that is not a candidate."""
-    return {replica.id: replica.why for replica in fleet.view(MODEL).excluded}
+    return {each.replica: each.why for each in fleet.view(MODEL).excluded}
 
 
 def replica(number: int) -> str:

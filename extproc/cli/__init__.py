@@ -28,8 +28,11 @@ _COMMANDS = {
     "demo": "Runs Envoy, Redis, four simulated replicas, a poller and a router.",
     "completion": "Prints a script with which a shell completes commands and options.",
 }
-_MODULES = dict.fromkeys(("serve", "poll", "eds"), "services")
-_MODULES |= {"top": "look", "explain": "look", "what-if": "what_if"}
+_MODULES = {  # of commands that are not named as their module
+    **dict.fromkeys(("serve", "poll", "eds"), "services"),
+    **dict.fromkeys(("top", "explain"), "look"),
+    "what-if": "what_if",
+}
 _FILE = "edit the file that 'replicas_file' names: pollers follow its changes"
 _REMOVED = {  # commands of earlier versions, and their replacements
     "replica": "use 'extproc simulate'",

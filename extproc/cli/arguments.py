@@ -1,11 +1,10 @@
 """Arguments and errors that several commands use."""
 
 import argparse
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from math import inf
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from extproc.ground.text import suggest
 
@@ -25,7 +24,7 @@ class UsageError(CommandError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that reports wrong usage in two lines: the usage and the mistake."""
+    """Parser of exact options, which names the replacement of a removed or misspelt option."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"usage": "%(prog)s [OPTION]..."} | options, allow_abbrev=False)
@@ -42,10 +41,6 @@ class Parser(argparse.ArgumentParser):
             options = [option for action in self._actions for option in action.option_strings]
             self.error(f"unknown argument {name!r}{suggest(name, options)}")
         return parsed, []
-
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def whole(least: int, most: float = inf) -> Callable[[str], int]:

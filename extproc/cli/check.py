@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import json
-import logging
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from extproc.ground.yaml_file import read_yaml
 from extproc.observe.admin import read_token
 from extproc.observe.traces import Traces
 from extproc.poll.discovery import require_client
-from extproc.request.tokens import TokenCounter, TokenizerError
+from extproc.request.tokens import TokenCounter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,8 +49,6 @@ def run(args: argparse.Namespace) -> int:
             read_token(config.admin.token_file)
         if config.traces.endpoint is not None:
             Traces(config.traces.endpoint).close()
-    except TokenizerError as error:
-        raise UsageError(f"request.tokenizers: {error}") from None
     except ValueError as error:
         raise UsageError(error) from None
     first = [*doubts, *_check_empty(args.config), *check_replicas(config)]
@@ -61,8 +58,6 @@ def run(args: argparse.Namespace) -> int:
     if args.envoy is not None:
         found[str(args.envoy)] = _check_file(args.envoy, config)
     if args.live or args.envoy_admin is not None:
-        # Failures are findings here: do not also log the failures of parts that the checks use.
-        logging.getLogger("extproc").addHandler(logging.NullHandler())
         found["What runs:"] = asyncio.run(check_live(config, args.envoy_admin))
     findings = [finding for part in found.values() for finding in part]
     if args.json:

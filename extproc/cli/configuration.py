@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from itertools import groupby
 from pathlib import Path
 
 from extproc import settings
@@ -22,14 +23,12 @@ def add_flags(parser: argparse.ArgumentParser, *shown: str) -> None:
     Every command accepts every key, so that one line of flags fits all commands.
     """
     add_file(parser)
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for key in settings.LEAVES:
-        section = key.rpartition(".")[0]
-        is_shown = key in shown or section in shown
-        if is_shown and section not in groups:
-            about = Config.model_fields[section].annotation.__doc__ if section else None
-            groups[section] = parser.add_argument_group(section or "general", about)
-        add_flag(groups[section] if is_shown else parser, key, is_shown)
+    for section, keys in groupby(settings.LEAVES, lambda key: key.rpartition(".")[0]):
+        described = section and section in shown
+        about = Config.model_fields[section].annotation.__doc__ if described else None
+        group = parser.add_argument_group(section or "general", about)
+        for key in keys:
+            add_flag(group, key, key in shown or section in shown)
 
 
 def add_flag(parser: argparse._ActionsContainer, key: str, shown: bool = True) -> None:
@@ -52,4 +51,4 @@ def configured(args: argparse.Namespace) -> Config:
     try:
         return settings.load(flags, os.environ, args.config)
     except settings.ConfigError as error:
-        raise UsageError(*error.problems) from None
+        raise UsageError(*error.args) from None

@@ -11,17 +11,19 @@ import sys
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import NoReturn
+
+from msgspec import to_builtins
 
 from extproc.cli.arguments import CommandError, whole
 from extproc.cli.configuration import add_file, configured
-from extproc.cli.routers import AskedRouter, FoundRouters, routers_to_ask
+from extproc.cli.routers import AskedRouter, routers_to_ask
 from extproc.cli.screen import RouterView, draw, screen
 from extproc.config import AdminSettings, Config
 from extproc.ground.runtime import started
 from extproc.ground.text import WIDTH, printable
 from extproc.observe.client import RouterUnavailableError, fetch_decisions, follow, url_of
-from extproc.observe.decision import other_format, read_decisions
+from extproc.observe.decision import DecisionRecord, other_format
 from extproc.observe.explain import comparison, decisions
 
 _RETRY_S = 1.0
@@ -59,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         text = asyncio.run(show(args, config))
     except (RouterUnavailableError, OSError, ValueError) as error:
-        raise CommandError(*str(error).splitlines()) from None
+        raise CommandError(error) from None
     except KeyboardInterrupt:
         if args.command != "top":
             raise
@@ -70,13 +72,12 @@ def run(args: argparse.Namespace) -> int:
 
 async def _explain(args: argparse.Namespace, config: Config) -> str:
     routers, notes = await routers_to_ask(args.router, config)
-    merged, failures = list[dict[str, Any]](), dict[AskedRouter, str]()
+    found, failures = list[tuple[DecisionRecord, str]](), dict[AskedRouter, str]()
 
     async def ask(router: AskedRouter) -> None:
         try:
             asked = fetch_decisions(router.admin, args.request_id, args.last, config.admin)
-            own = {"router": router.name} if router.name else {}
-            merged.extend(record | own for record in await asked)
+            found.extend((record, router.name) for record in await asked)
         except RouterUnavailableError as error:
             failures[router] = router.failed(error)
 
@@ -84,35 +85,27 @@ async def _explain(args: argparse.Namespace, config: Config) -> str:
     failed = (failures[router] for router in routers if router in failures)
     problems = [*map(printable, (*notes, *failed))]
     if len(failures) == len(routers):
-        raise RouterUnavailableError("\n".join(problems))
+        raise CommandError(*problems)
+    if remark := other_format(record.version for record, _ in found):
+        problems.append(remark)
     for problem in problems:
         print(f"extproc explain: {problem}", file=sys.stderr)
-    if args.request_id is not None and not merged:
-        raise RouterUnavailableError(_not_found(args.request_id, routers, config.admin))
-    merged.sort(key=lambda record: float(record["decided_at"]))
-    shown = merged if args.request_id is not None else merged[-args.last :]
-    text = json.dumps(shown, indent=2) if args.json else _text(shown, args.request_id is None)
-    if remark := other_format(merged):
-        print(f"extproc explain: {remark}", file=sys.stderr)
-    return text
-
-
-def _text(shown: Sequence[dict[str, Any]], listed: bool) -> str:
-    """Format decisions as a list, or each decision in full if not ``listed``."""
-    records, routers = read_decisions(shown), [record.get("router", "") for record in shown]
-    if listed:
-        return decisions(records, routers if any(routers) else ())
-    return "\n\n\n".join(map(comparison, records, routers))
-
-
-def _not_found(request: str, routers: Sequence[AskedRouter], access: AdminSettings) -> str:
-    subject, asked = "no router that answers has a", "any of them"
-    if len(routers) == 1:
-        subject, asked = f"the router at {url_of(routers[0].admin, access)} has no", "this router"
-    return (
-        f"{subject} decision about request {request!r}: Envoy did not ask {asked}, no replica was "
-        "available, or the decision is no longer kept (serve.decisions_kept)"
-    )
+    found.sort(key=lambda pair: pair[0].decided_at)
+    if args.request_id is None:
+        found = found[-args.last :]
+    elif not found:
+        urls = printable(", ".join(url_of(router.admin, config.admin) for router in routers))
+        raise CommandError(
+            f"no decision about request {args.request_id!r} at {urls}: Envoy did not ask there, no "
+            "replica was available, or the decision is no longer kept (serve.decisions_kept)"
+        )
+    if args.json:
+        shown = [to_builtins(each) | ({"router": name} if name else {}) for each, name in found]
+        return json.dumps(shown, indent=2)
+    records, names = [record for record, _ in found], [name for _, name in found]
+    if args.request_id is None:
+        return decisions(records, names if any(names) else ())
+    return "\n\n\n".join(map(comparison, records, names))
 
 
 @dataclass(slots=True)
@@ -125,10 +118,9 @@ class _Shown:
 
 
 async def _top(args: argparse.Namespace, config: Config) -> str:
-    found, shown = await routers_to_ask(args.router, config), _Shown()
-    terminal = sys.stdout.isatty()
+    shown, terminal = _Shown(), sys.stdout.isatty()
     once, lines = args.once or not terminal, list[str]()
-    async with started(_watch(found, shown, args, config)) as (watching,):
+    async with started(_watch(shown, args, config)) as (watching,):
         watching.add_done_callback(lambda _: shown.changed.set())
         while not watching.done():
             views = [*shown.views.values()]
@@ -143,33 +135,32 @@ async def _top(args: argparse.Namespace, config: Config) -> str:
             elif views and complete:
                 problems = [*map(printable, (*shown.notes, *(view.error for view in views)))]
                 if not lines:
-                    raise RouterUnavailableError("\n".join(problems))
+                    raise CommandError(*problems)
                 draw([*problems, "", *lines])
             await shown.changed.wait()
             shown.changed.clear()
     return watching.result()  # raises the error that ended it
 
 
-async def _watch(
-    found: FoundRouters, shown: _Shown, args: argparse.Namespace, config: Config
-) -> NoReturn:
-    """Follow the routers of ``found``, and later the routers that Redis names, until cancelled."""
+async def _watch(shown: _Shown, args: argparse.Namespace, config: Config) -> NoReturn:
+    """Follow the routers to ask, as Redis names them from time to time, until cancelled."""
     followers = dict[AskedRouter, asyncio.Task[NoReturn]]()
     try:
         while True:
-            routers, shown.notes = found
-            new = {router: RouterView(router.name or router.admin) for router in routers}
-            shown.views = {router: shown.views.get(router, view) for router, view in new.items()}
-            for router in followers.keys() - shown.views.keys():
-                followers.pop(router).cancel()
-            for router in shown.views.keys() - followers.keys():
-                follower = _follow(router, config.admin, shown.views[router], shown.changed)
-                followers[router] = asyncio.create_task(follower)
-            shown.changed.set()
+            routers, notes = await routers_to_ask(args.router, config)
+            if routers[0].name or not followers:  # else Redis names no router: keep the last ones
+                shown.notes = notes
+                shown.views = {
+                    router: shown.views.get(router) or RouterView(router.name or router.admin)
+                    for router in routers
+                }
+                for router in followers.keys() - shown.views.keys():
+                    followers.pop(router).cancel()
+                for router in shown.views.keys() - followers.keys():
+                    follower = _follow(router, config.admin, shown.views[router], shown.changed)
+                    followers[router] = asyncio.create_task(follower)
+                shown.changed.set()
             await asyncio.sleep(_LOOK_AGAIN_S)
-            latest = await routers_to_ask(args.router, config)
-            if latest[0][0].name:  # else Redis named no router
-                found = latest
     finally:
         for task in followers.values():
             task.cancel()

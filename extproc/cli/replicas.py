@@ -63,10 +63,7 @@ def run(args: argparse.Namespace) -> int:
     known = [each.pool for each in config.each_pool]
     if config.pools and pool not in known:
         raise UsageError(f"no pool {pool!r} is configured{suggest(pool, known)}")
-    try:
-        print(asyncio.run(_run(args, config.redis, pool)))
-    except ValueError as error:
-        raise UsageError(error) from None
+    print(asyncio.run(_run(args, config.redis, pool)))
     return 0
 
 

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import io
-import logging
 import platform
 import re
 import tarfile
@@ -59,8 +58,6 @@ def run(args: argparse.Namespace) -> int:
 
 async def _running(config: Config, router: str, envoy_admin: str | None) -> dict[str, bytes]:
     """Files of the archive, by name: findings, and the router's pages or why it did not answer."""
-    # Failures are findings here: do not also log the failures of parts that the checks use.
-    logging.getLogger("extproc").addHandler(logging.NullHandler())
     findings = check_replicas(config) + await check_live(config, envoy_admin)
     files = {"findings.txt": _lines(findings)}
     try:

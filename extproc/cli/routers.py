@@ -1,7 +1,7 @@
 """Routers that a command asks: a named router, or all routers of the pools, found through Redis."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from redis.exceptions import RedisError
@@ -11,8 +11,6 @@ from extproc.ground.address import process_address, within_reach
 from extproc.ground.text import natural
 from extproc.share.connection import address, connect
 from extproc.share.digests import living_routers
-
-_NOT_PUBLISHED = "Redis does not have its admin address, because the router runs an older version"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +25,7 @@ class AskedRouter:
         return f"router {self.name}: {error}" if self.name else str(error)
 
 
-FoundRouters = tuple[Sequence[AskedRouter], Sequence[str]]  # routers, and notes on missing ones
-
-
-async def routers_to_ask(named: str | None, config: Config) -> FoundRouters:
+async def routers_to_ask(named: str | None, config: Config) -> tuple[list[AskedRouter], list[str]]:
     """Find the routers to ask, at least one.
 
     Args:
@@ -64,11 +59,11 @@ def _within_reach(found: Mapping[str, str]) -> tuple[list[AskedRouter], list[str
     routers, notes = dict[str, AskedRouter](), list[str]()
     for name in sorted(found, key=natural):
         process, admin = process_address(name), found[name]
-        if admin and within_reach(admin, process):
+        if within_reach(admin, process):
             routers[admin] = AskedRouter(admin, process)
-            continue
-        why = f"its serve.admin ({admin}) is on loopback of another machine"
-        notes.append(f"router {process} is not asked: {why if admin else _NOT_PUBLISHED}")
+        else:
+            why = f"its serve.admin ({admin}) is on loopback of another machine"
+            notes.append(f"router {process} is not asked: {why}")
     return [*routers.values()], [*dict.fromkeys(notes)]
 
 

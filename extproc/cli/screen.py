@@ -53,24 +53,24 @@ def screen(routers: Sequence[RouterView], notes: Sequence[str], width: int) -> l
     shown = min(known, key=lambda router: bool(router.error))
     snapshot = shown.snapshot
     if len(routers) > 1:
-        lines += [*_table(_routers(routers, shown.name), width), ""]
+        lines += [*_routers(routers, shown.name, width), ""]
         snapshot = {**snapshot, "warnings": _warnings(routers)}
     lines += _fleet(snapshot, width)
     return [printable(line)[:width] for line in lines]
 
 
-def _routers(routers: Sequence[RouterView], shown: str) -> dict[str, Any]:
-    """Table of the routers, as in a snapshot; ``shown``: the router whose fleet is shown below."""
-    rows = [_figures_of(router.snapshot) for router in routers]
-    columns: list[dict[str, Any]] = [
-        {"title": "Router", "unit": "name", "values": [router.name for router in routers]}
+def _routers(routers: Sequence[RouterView], shown: str, width: int) -> Iterator[str]:
+    """Yield the lines of a table; ``shown``: the router whose fleet is shown below."""
+    figures = [_figures_of(router.snapshot) for router in routers]
+    titles = [*dict.fromkeys(chain.from_iterable(figures))]
+    rows = [
+        [router.name, *("-" if router.error else known.get(title, "-") for title in titles)]
+        for router, known in zip(routers, figures, strict=True)
     ]
-    for title in dict.fromkeys(chain.from_iterable(rows)):
-        pairs = zip(routers, rows, strict=True)
-        values = ["-" if router.error else row.get(title, "-") for router, row in pairs]
-        columns.append({"title": title, "unit": "figure", "values": values})
+    columns = [Column("Router", left=True, most=36), *map(Column, titles)]
+    yield from ("", *table(columns, rows, width))
     note = f"Rates of the last minute. Below: the fleet as {shown} knows it."
-    return {"columns": columns, "note": note}
+    yield from paragraph(note, 0, width=width)
 
 
 def _figures_of(snapshot: Snapshot) -> dict[str, str]:
@@ -105,7 +105,7 @@ def _fleet(snapshot: Snapshot, width: int) -> Iterator[str]:
     figures = ", ".join(f"{value} {name}" for name, value in snapshot.get("figures", ()))
     facts = ", ".join(f"{name.lower()}: {value}" for name, value in snapshot.get("facts", ()))
     yield from paragraph(f"{snapshot.get('router')}: {figures}; {facts}", 0, width=width)
-    if remark := other_format([snapshot]):
+    if remark := other_format([snapshot.get("version", 0)]):
         yield from paragraph(remark, 2, "!", width)
     for warning in dict.fromkeys(snapshot.get("warnings", ())):
         yield from paragraph(warning, 2, "!", width)

@@ -1,6 +1,7 @@
 """Checks a running system: files that list replicas, Redis, replicas and their models, Envoy."""
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -71,6 +72,8 @@ async def check_live(config: Config, envoy_admin: str | None) -> list[Finding]:
 
     ``envoy_admin``: URL of Envoy's admin address.
     """
+    # Failures are findings here: do not also log the failures of parts that the checks use.
+    logging.getLogger("extproc").addHandler(logging.NullHandler())
     replicas: dict[str, str] = {}
     served: set[str] = set()
     checks = (_check_pool(pool, replicas, served) for pool in config.each_pool)

@@ -3,8 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, field
 
 from extproc.fleet.exclusion_reasons import DRAINING, FAILING, FULL
 from extproc.fleet.fleet import Fleet
@@ -18,7 +17,6 @@ _NOT_LOGGED = FAILING.name, FULL.name
 """Ejections have a log line of their own, and a full replica may change every second."""
 _GONE_S = 600.0  # time for which a process that left stays on the page
 _COUNTED_EVERY_S = 60.0  # between two lines of a counter, which may grow 100 times a second
-_NEVER = -inf, -inf
 _OVER_S = 60.0  # time without a warning until its end is logged: a figure may vary around a limit
 
 
@@ -72,23 +70,21 @@ class Onsets:
     cause.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wall: Clock) -> None:
+        self._wall = wall
         self._seen: dict[tuple[str, str], tuple[float, float]] = {}  # first and last time
 
-    def since(self, cause: str, replicas: Collection[str], now: float) -> float:
-        """Notes that replicas cause a warning now, and returns since when they have done so.
+    def since(self, cause: str, replicas: Collection[str]) -> str:
+        """Notes that replicas cause a warning now, and formats since when the first has done so.
 
         Args:
             cause: name of the cause, such as ``slow``.
-            replicas: at least one ``ip:port``; the earliest of their times is returned.
-            now: the time of this call.
+            replicas: at least one ``ip:port``.
         """
-        keys = [(cause, replica) for replica in replicas]
-        if any(now - self._seen.get(key, _NEVER)[1] > _OVER_S for key in keys):
-            seen = self._seen.items()
-            self._seen = {key: times for key, times in seen if now - times[1] <= _OVER_S}
-        self._seen |= {key: (self._seen.get(key, (now, now))[0], now) for key in keys}
-        return min(self._seen[key][0] for key in keys)
+        now, keys = self._wall(), [(cause, replica) for replica in replicas]
+        seen = {key: times for key, times in self._seen.items() if now - times[1] <= _OVER_S}
+        self._seen = seen | {key: (seen.get(key, (now, now))[0], now) for key in keys}
+        return since_when(min(self._seen[key][0] for key in keys), replicas)
 
 
 class Presence:
@@ -151,10 +147,8 @@ class CounterLog:
     _clock: Clock
     _expected: Container[str]  # reasons that are not logged
     _title: Callable[[str], str] = str  # label for people
-
-    def __post_init__(self) -> None:
-        self._logged = Counter[str]()
-        self._next = 0.0  # earliest time of the next line, on the clock
+    _logged: Counter[str] = field(default_factory=Counter, init=False)
+    _next: float = field(default=0.0, init=False)  # earliest time of the next line, on the clock
 
     def look(self) -> None:
         """Logs by how much the counter has grown since the last line."""

@@ -5,18 +5,20 @@ stopped, and ValueError if the token or certificate of ``access`` cannot be read
 """
 
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from json import loads
-from types import MappingProxyType
 from typing import Any
+from urllib.parse import urlencode
 
 import aiohttp
+from msgspec.json import decode
 
 from extproc.config import AdminSettings
 from extproc.ground.files import read_certificates
 from extproc.ground.tls import trusting
 from extproc.observe.admin import read_token
+from extproc.observe.decision import DecisionRecord
 
 _TIMEOUT_S = 10.0
 _MOST_BYTES = 2**24  # limit of an event; the snapshot of 1,000 replicas takes 0.25 MB
@@ -34,7 +36,7 @@ def url_of(router: str, access: AdminSettings) -> str:
 
 async def fetch_decisions(
     router: str, request_id: str | None, most: int, access: AdminSettings
-) -> list[Any]:
+) -> list[DecisionRecord]:
     """Get the newest ``most`` decisions, or all decisions about one request, oldest first; the list
     may be empty.
 
@@ -45,17 +47,16 @@ async def fetch_decisions(
         access: the token to send, and the certificate to trust; with a certificate, addresses
             without a scheme are https.
     """
-    url, kind = url_of(router, access), "application/json"
-    query = {"last": str(most)} if request_id is None else {"request_id": request_id}
-    async with _get(url, "/decisions", access, kind, query) as response:
-        records = await response.json()
-    if not isinstance(records, list) or not all(map(_is_decision, records)):
-        raise _no_router(url, "JSON that is no list of decisions")
-    return records
+    query = urlencode({"last": most} if request_id is None else {"request_id": request_id})
+    (page,) = await fetch_pages(router, [f"/decisions?{query}"], access)
+    try:
+        return decode(page, type=list[DecisionRecord])
+    except ValueError as error:
+        raise _no_router(url_of(router, access), f"no list of decisions ({error})") from None
 
 
 async def fetch_pages(router: str, paths: Sequence[str], access: AdminSettings) -> list[bytes]:
-    """Get pages of a router's admin address."""
+    """Get pages of a router's admin address, by path and query."""
     url, pages = url_of(router, access), []
     for path in paths:
         async with _get(url, path, access) as response:
@@ -82,7 +83,6 @@ async def _get(
     path: str,
     access: AdminSettings,
     kind: str = "",  # expected content type; empty: any
-    query: Mapping[str, str] = MappingProxyType({}),
     total_s: float | None = _TIMEOUT_S,  # for the whole response
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     token = access.token_file and read_token(access.token_file)
@@ -93,7 +93,7 @@ async def _get(
     try:
         async with (
             aiohttp.ClientSession(read_bufsize=_MOST_BYTES, timeout=timeout) as session,
-            session.get(f"{url}{path}", params=query, headers=headers, ssl=trusted) as response,
+            session.get(f"{url}{path}", headers=headers, ssl=trusted) as response,
         ):
             if response.status == 401:
                 raise RouterUnavailableError(
@@ -131,11 +131,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, aiohttp.InvalidURL):
         return "this is no URL"
     return str(error) or type(error).__name__
-
-
-def _is_decision(record: object) -> bool:
-    return (
-        isinstance(record, dict)
-        and isinstance(record.get("number"), int)
-        and isinstance(record.get("decided_at"), int | float)
-    )

@@ -1,10 +1,11 @@
 """Decisions as JSON: routers write them; ``explain``, the dashboard and the demo read them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import StrEnum
-from typing import Any
 
-from msgspec import Struct, ValidationError, convert, field
+from msgspec import Struct, field
+
+from extproc.predict.inputs import Excluded
 
 FORMAT = 1
 """Version of the JSON of ``/decisions``, ``/fleet`` and the page's events.
@@ -46,14 +47,6 @@ class Candidate(Struct):
     stretch: Figure = None  # recent actual ÷ predicted decode time; terms_s.decode includes it
     cost_weight: Figure = None
     kv_pressure: Figure = None
-
-
-class ExcludedCandidate(Struct):
-    """Replica that the policy could not choose."""
-
-    replica: str
-    name: str = ""
-    why: str = ""
 
 
 class NotFollowed(StrEnum):
@@ -109,7 +102,7 @@ class DecisionRecord(Struct):
     predicted_completion_s: Figure = None
     compared: int = 0
     candidates: list[Candidate] = []
-    excluded: list[ExcludedCandidate] = []
+    excluded: list[Excluded] = []
     outcome: RequestOutcome = field(default_factory=RequestOutcome)
     observed: bool = False  # Envoy alone chose the replica that served
     version: int = 0  # FORMAT of the router; 0: a router from before formats had versions
@@ -123,24 +116,10 @@ class DecisionRecord(Struct):
         return next((found for found in self.candidates if found.replica == replica), None)
 
 
-def read_decisions(answer: object) -> list[DecisionRecord]:
-    """Convert decoded JSON of any :data:`FORMAT` to records.
-
-    Raises:
-        ValueError: ``number`` or ``request_id`` is missing, or a field has another type.
-    """
-    try:
-        return convert(answer, list[DecisionRecord])
-    except ValidationError as error:
-        raise ValueError(
-            f"the decisions cannot be read ({error}): the router may have another version; "
-            "try --json"
-        ) from None
-
-
-def other_format(answers: Iterable[Mapping[str, Any]]) -> str:
-    """Return a remark for people if a router's JSON has another :data:`FORMAT`; else empty."""
-    version = next((found for each in answers if (found := each.get("version", 0)) != FORMAT), None)
+def other_format(versions: Iterable[int]) -> str:
+    """Return a remark for people if one of the versions of routers' JSON is not :data:`FORMAT`;
+    else empty."""
+    version = next((version for version in versions if version != FORMAT), None)
     if version is None:
         return ""
     return (

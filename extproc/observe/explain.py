@@ -7,6 +7,7 @@ from itertools import chain
 from math import inf
 
 from extproc.ground.address import with_name
+from extproc.ground.clock import time_of_day
 from extproc.ground.text import (
     Cells,
     Column,
@@ -20,7 +21,7 @@ from extproc.ground.text import (
 from extproc.observe.decision import Candidate, DecisionRecord, RequestOutcome
 
 DECISIONS: Cells[DecisionRecord] = (
-    (Column("time", left=True), lambda record: _time(record).strftime("%H:%M:%S")),
+    (Column("time", left=True), lambda record: time_of_day(record.decided_at)),
     (Column("request", left=True, most=36), lambda record: printable(record.request_id) or "-"),
     (Column("replica", left=True, most=20), lambda record: printable(record.replica_name)),
     (Column("prompt"), lambda record: count(record.prompt_tokens)),
@@ -124,7 +125,7 @@ def compare(record: DecisionRecord) -> Comparison:
         chosen += f"; for a retry {_named(record, record.second)}"
     facts = {
         "request": record.request_id,
-        "time": _time(record).strftime("%Y-%m-%d %H:%M:%S %z"),
+        "time": f"{datetime.fromtimestamp(record.decided_at).astimezone():%Y-%m-%d %H:%M:%S %z}",
         "asks for": _request(record),
         "policy": record.policy,
         "chosen": chosen,
@@ -183,10 +184,6 @@ def reason_of(record: DecisionRecord) -> str:
         remarks.append(f"answered with status {outcome.status}")
     note = f" [{', '.join(remarks)}]" if remarks else ""
     return printable(f"{record.model}: {record.why}{note}")
-
-
-def _time(record: DecisionRecord) -> datetime:
-    return datetime.fromtimestamp(record.decided_at).astimezone()
 
 
 def _request(record: DecisionRecord) -> str:

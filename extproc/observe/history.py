@@ -28,14 +28,13 @@ class History:
         self._metrics = metrics
         self._clock = clock
         self._times = metrics.ttft, metrics.tpot, metrics.completion
-        self._started_at = clock()
         most = round(SPANS_S[-1] / _EVERY_S) + 1
         self._totals = deque([(clock(), self._now())], maxlen=most)
 
     @property
     def age_s(self) -> float:
-        """Seconds since the start of the router."""
-        return self._clock() - self._started_at
+        """Seconds since the start of the router, exact for the first hour."""
+        return self._clock() - self._totals[0][0]
 
     def look(self) -> None:
         """Store the totals, if the last ones are at least ten seconds old."""

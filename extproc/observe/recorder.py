@@ -18,7 +18,7 @@ from threading import Lock
 from typing import Any
 
 from msgspec import structs
-from msgspec.json import Encoder
+from msgspec.json import encode
 
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
@@ -79,7 +79,6 @@ class Recorder:
         _, port = split_address(config.serve.listen)
         self._files = [folder / f"{config.pool}-{port}{each}.jsonl" for each in _SUFFIXES]
         self._most = config.record.max_bytes // len(self._files)  # bytes of a file
-        self._encode = Encoder().encode
         self._lines: list[bytes] = []
         self._pending = 0  # bytes of these lines and of the lines being written
         self._lost = 0  # requests whose line was dropped since the last write
@@ -157,7 +156,7 @@ class Recorder:
                 await asyncio.wait_for(self._flush(), _LAST_S)
 
     def _add(self, line: Line) -> bytes:
-        text = self._encode(line) + b"\n"
+        text = encode(line) + b"\n"
         if self._pending < _MOST_PENDING:
             self._lines.append(text)
             self._pending += len(text)
@@ -200,7 +199,7 @@ class Recorder:
         with self._lock:
             self._missing += lost
             if self._missing:
-                lines = [self._encode(LostLine(at=since, requests=self._missing)) + b"\n", *lines]
+                lines = [encode(LostLine(at=since, requests=self._missing)) + b"\n", *lines]
             text, newest = b"".join(lines), self._files[0]
             try:
                 if self._size < 0 or self._size + len(text) > self._most:
@@ -229,7 +228,7 @@ class Recorder:
     def _start(self, at: float) -> bytes:
         config = self._config.model_dump(mode="json", include=_REPLAYED)
         start = StartLine(at=at, format=FORMAT, pool=self._config.pool, config=config)
-        return self._encode(start) + b"\n"
+        return encode(start) + b"\n"
 
 
 def _fields_of(profile: RequestProfile) -> dict[str, Any]:

@@ -41,11 +41,12 @@ NO_SEQUENCES = Sequences(np.zeros(0, np.intp), *np.zeros((4, 0)))
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """Replica of the pool that may not get the request now, and the reason."""
+    """Replica of the pool that may not get the request now, and the reason; a part of the JSON of
+    decisions."""
 
-    id: str
-    name: str
-    why: str  # the reason in a few words, for people
+    replica: str  # ip:port
+    name: str = ""
+    why: str = ""  # the reason in a few words, for people
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ def parts_of_pool(
         "results": deque(maxlen=MOST_RESULTS),
         "external": Average(clock),
         "exclusions": Exclusions(),
-        "onsets": Onsets(),
+        "onsets": Onsets(wall),
         "routers": Presence("routers", config.pool),
         "pollers": Presence("pollers", config.pool),
         "demand": Demand(clock),

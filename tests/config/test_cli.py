@@ -79,7 +79,7 @@ def test_bash_completes_commands_and_options(
 @pytest.mark.parametrize(
     ("argv", "usage", "problem"),
     [
-        ([], "extproc COMMAND [OPTION]...", "extproc: the following arguments are required"),
+        ([], "extproc COMMAND [OPTION]...", "extproc: error: the following arguments are required"),
         (["srve"], "extproc COMMAND [OPTION]...", "invalid choice: 'srve'"),
         (["serve", "--poll.intervall_s=3"], "extproc serve [OPTION]...",
          "unknown argument '--poll.intervall_s'; did you mean '--poll.interval_s'?"),
@@ -129,13 +129,13 @@ def test_each_configuration_error_is_one_line(
     [
         ("poll --route.policy nonsense", "--route.policy: "),  # a setting of another command
         ("serve --state memory", "no replicas to poll"),
-        ('serve --request.tokenizers {"m":"/nope"}', "for model 'm' cannot be read: /nope/"),
+        ('serve --request.tokenizers {"m":"/nope"}', "request.tokenizers: that of model 'm'"),
         ("serve --serve.admin 127.0.0.1:0 --serve.tls_cert /nope --serve.tls_key /nope",
          "serve.tls_cert: /nope"),
         ("check --serve.tls_cert /nope --serve.tls_key /nope", "serve.tls_cert: /nope"),
         ("check --envoy /nope", "/nope: cannot be read: No such file"),
         ('check --request.tokenizers {"m":"/nope/tokenizer.json"}',
-         "request.tokenizers: the tokenizer configured for model 'm' cannot be read: /nope/"),
+         "request.tokenizers: that of model 'm' cannot be read: /nope/"),
         ("eds --state memory", "state is 'memory'"),
         ("poll --state memory --replicas [a:1]", "the router polls its replicas itself"),
         ("simulate --max-model-len 9000 --kv-tokens 8000", "max_model_len 9000 is more"),

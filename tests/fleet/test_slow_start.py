@@ -36,7 +36,7 @@ def test_new_replica_gets_four_requests_at_first() -> None:
     tickets = fill(fleet)
     assert len(tickets) == 4
     (excluded,) = fleet.view(MODEL).excluded
-    assert (excluded.id, excluded.name) == (NEW, "r3")
+    assert (excluded.replica, excluded.name) == (NEW, "r3")
     assert excluded.why == "new, and its speed not measured yet: at most 4 requests at a time"
 
 

@@ -1,19 +1,26 @@
 """Onsets remember since when a cause lasts, through short interruptions."""
 
+from extproc.ground.clock import time_of_day
 from extproc.observe.changes import Onsets
+from tests.fakes import ManualClock
 
 
-def test_cause_lasts_since_it_was_first_seen() -> None:
-    onsets = Onsets()
-    for now in (1000.0, 1030.0, 1060.0):
-        assert onsets.since("slow", ["r1"], now) == 1000.0
-    assert onsets.since("slow", ["r2", "r1"], 1070.0) == 1000.0
-    assert onsets.since("slow", ["r2"], 1071.0) == 1070.0
-    assert onsets.since("frozen", ["r1"], 1071.0) == 1071.0
+def test_cause_lasts_since_it_was_first_seen(clock: ManualClock) -> None:
+    onsets, first = Onsets(clock), time_of_day(clock())
+    for _ in range(3):
+        assert onsets.since("slow", ["r1"]) == f"since {first}"
+        clock.advance(30.0)
+    assert onsets.since("slow", ["r2", "r1"]) == f"the first since {first}"
+    second = time_of_day(clock())
+    clock.advance(1.0)
+    assert onsets.since("slow", ["r2"]) == f"since {second}"
+    assert onsets.since("frozen", ["r1"]) == f"since {time_of_day(clock())}"
 
 
-def test_cause_unseen_for_a_minute_begins_anew() -> None:
-    onsets = Onsets()
-    assert onsets.since("slow", ["r1"], 1000.0) == 1000.0
-    assert onsets.since("slow", ["r1"], 1060.0) == 1000.0
-    assert onsets.since("slow", ["r1"], 1120.5) == 1120.5
+def test_cause_unseen_for_a_minute_begins_anew(clock: ManualClock) -> None:
+    onsets, first = Onsets(clock), time_of_day(clock())
+    assert onsets.since("slow", ["r1"]) == f"since {first}"
+    clock.advance(60.0)
+    assert onsets.since("slow", ["r1"]) == f"since {first}"
+    clock.advance(60.5)
+    assert onsets.since("slow", ["r1"]) == f"since {time_of_day(clock())}"

@@ -4,10 +4,12 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+from msgspec import convert
+
 from extproc.lab.harness.envoy_config import Access, AccessLog
 from extproc.lab.harness.pages import get_json
 from extproc.lab.harness.stack import Stack
-from extproc.observe.decision import DecisionRecord, read_decisions
+from extproc.observe.decision import DecisionRecord
 
 _MOST_ENTRIES = 100_000
 _LONGEST_SETTLE_S = 5.0
@@ -56,7 +58,7 @@ class Journal:
         """Read new decisions and log entries; return the requests whose end is newly logged."""
         self._ended += self._log.new()  # log before decisions: a logged request has been decided
         while page := await get_json(f"{self._admin}/decisions?after={self._last_decision}"):
-            for decision in read_decisions(page):
+            for decision in convert(page, list[DecisionRecord]):
                 self._last_decision = decision.number
                 self._entry(decision.request_id).decision = decision
         if page is None:

@@ -19,31 +19,31 @@ def observed_requests(log: DecisionLog) -> tuple[Words, Words]:
     Returns figures and facts for the page. The figures are empty until an observed request was
     answered. The facts are empty until the router saw the end of an observed request.
     """
-    answered, elsewhere = 0, 0
+    served = [
+        (record.decision, record.outcome.served_by, record.outcome.completion_s)
+        for record in log.last(_COMPARED)
+        if record.observed and record.outcome.served_by is not None
+    ]
+    if not served:
+        return [], []
+    elsewhere = sum(replica != decision.replica for decision, replica, _ in served)
+    text = f"{elsewhere:,} of {len(served):,}"
+    figures = [("observed requests that Envoy sent elsewhere", text)]
     times = []  # predicted for the router's choice, predicted for Envoy's choice, and actual
-    for record in log.last(_COMPARED):
-        outcome, decision = record.outcome, record.decision
-        if not record.observed or outcome.served_by is None:
-            continue
-        answered += 1
-        elsewhere += outcome.served_by != decision.replica
-        by_envoy = decision.on(outcome.served_by)
-        if by_envoy is not None and outcome.completion_s is not None:
+    for decision, replica, completion_s in served:
+        by_envoy = decision.on(replica)
+        if by_envoy is not None and completion_s is not None:
             predicted = decision.predicted_completion, by_envoy.predicted_completion
             if max(predicted) < inf:
-                times.append((*predicted, outcome.completion_s))
-    figures, facts = Words(), Words()
-    if answered:
-        text = f"{elsewhere:,} of {answered:,}"
-        figures.append(("observed requests that Envoy sent elsewhere", text))
-    if times:
-        by_router, by_envoy_s, actual = map(fmean, zip(*times, strict=True))
-        text = (
-            f"mean completion of {len(times):,} requests: predicted {figure(by_router)} s for the "
-            f"router's choices and {figure(by_envoy_s)} s for Envoy's, actual {figure(actual)} s"
-        )
-        facts.append(("Observed requests", text))
-    return figures, facts
+                times.append((*predicted, completion_s))
+    if not times:
+        return figures, []
+    by_router, by_envoy_s, actual = map(fmean, zip(*times, strict=True))
+    text = (
+        f"mean completion of {len(times):,} requests: predicted {figure(by_router)} s for the "
+        f"router's choices and {figure(by_envoy_s)} s for Envoy's, actual {figure(actual)} s"
+    )
+    return figures, [("Observed requests", text)]
 
 
 def steering(serve: ServeSettings) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from extproc.ground.text import natural
 from extproc.observe.dashboard.page_table import PageColumn, PageTable
-from extproc.observe.dashboard.warnings import FROZEN, since
+from extproc.observe.dashboard.warnings import FROZEN
 from extproc.observe.decision_log import ObservedPool, PredictionResult
 from extproc.predict.completion import backlog_s
 from extproc.predict.inputs import FleetView, Floats
@@ -27,7 +27,7 @@ def replica_table(
 ) -> PageTable:
     """List the replicas; cells for load and speed of an unhealthy replica stay empty."""
     fleet, name, now = pool.fleet, pool.config.pool, pool.clock()
-    excluded = {replica.id: replica.why for replica in view.excluded}
+    excluded = {each.replica: each.why for each in view.excluded}
     order = sorted(range(len(view)), key=lambda row: natural(view.names[row]))
     ids = [view.ids[row] for row in order]
     states = [fleet.members.by_row[view.rows[row]] for row in order]
@@ -108,5 +108,5 @@ def _problem(pool: ObservedPool, replica: str, reason: str) -> str:
     if reason:
         return f"{reason} ({excluded})" if excluded else reason
     if pool.fleet.eligibility.conditions[replica].frozen:
-        return f"gauges ignored: they do not move ({since(pool, FROZEN, [replica])})"
+        return f"gauges ignored: they do not move ({pool.onsets.since(FROZEN, [replica])})"
     return ""

@@ -64,7 +64,7 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
         ended = [*takewhile(lambda result: result.at >= since, reversed(pool.results))]
         prefix = f"Pool {name}: " if len(pools) > 1 else ""
         warnings += [(prefix, warning) for warning in pool_warnings(pool, view, ended)]
-        usable += len(view) - len({replica.id for replica in view.excluded} & {*view.ids})
+        usable += len(view) - len(view.excluded)
         replicas += len(view)
         shown.append(
             {
@@ -175,14 +175,13 @@ def _facts(pools: Sequence[ObservedPool]) -> Iterator[tuple[str, str]]:
     for pool in pools:
         fleet, of = pool.fleet, f" of {pool.config.pool}" if len(pools) > 1 else ""
         unknown = "unknown: Redis does not answer"
-        others = ", ".join(fleet.peers.addresses)
+        others, age_s = ", ".join(fleet.peers.addresses), fleet.peers.digest_age
         routers = "this router alone"
         if redis_lost(pool):
             routers = f"{unknown}; last heard: {others}" if others else unknown
-        elif others:
-            routers = f"this router and {len(fleet.peers)} more: {others}"
-            if fleet.peers.digest_age is not None:
-                routers += f", newest digest {fleet.peers.digest_age:.2f} s old"
+        elif age_s is not None:
+            more = f"this router and {len(fleet.peers)} more: {others}"
+            routers = f"{more}, newest digest {age_s:.2f} s old"
         yield f"Routers{of}", _with_gone(routers, pool.routers)
         if pool.config.state != "redis":
             pollers = "this router polls the replicas itself"

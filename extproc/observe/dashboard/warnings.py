@@ -5,14 +5,14 @@ aloud.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from statistics import median_high
 
 import numpy as np
 
 from extproc.ground.text import natural
-from extproc.observe.changes import Presence, since_when
+from extproc.observe.changes import Presence
 from extproc.observe.decision import NotFollowed
 from extproc.observe.decision_log import ObservedPool, PredictionResult
 from extproc.predict.inputs import FleetView
@@ -70,9 +70,10 @@ def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
             "give it more CPU."
         )
     if refusal := delays.redis_refusal.rstrip("."):
-        full = "maxmemory" in refusal
-        remedy = "Give Redis more memory (maxmemory)." if full else "Read the log of Redis."
-        yield (f"Redis stores nothing: {refusal}. A new poller does not get ready. {remedy}")
+        yield (
+            f"Redis stores nothing: {refusal}. A new poller does not get ready. Read the log of "
+            "Redis, or give it more memory (maxmemory)."
+        )
     lately = pools[0].log.since(pools[0].wall() - _LATELY_S)
     if any(decision.outcome.overloaded for decision in lately):
         yield Costly(
@@ -106,7 +107,7 @@ def figure_warnings(pool: ObservedPool, view: FleetView) -> Iterator[str]:
         _lost(pool.pollers, "The other pollers scrape its replicas.") if pool.fleet.pollers else (),
         _pollers(pool),
         _external(pool),
-        _frozen(pool, view),
+        _frozen(pool),
         _slow(pool),
         _drifts(pool, view),
         _full_queue(pool),
@@ -166,12 +167,12 @@ def _external(pool: ObservedPool) -> Iterator[str]:
 
 
 def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
-    members, reasons = pool.fleet.members, defaultdict[tuple[str, str], dict[str, str]](dict)
-    for replica in view.excluded:
-        state = members.get(replica.id)
-        if state is None or not state.draining:
-            reasons[replica.why, _remedy(state) if state else ""][replica.id] = replica.name
-    if len(view) and not any(state.healthy and not state.asleep for state in members):
+    fleet, reasons = pool.fleet, defaultdict[tuple[str, str], dict[str, str]](dict)
+    for each in view.excluded:
+        state = fleet.eligibility.conditions[each.replica].state
+        if not state.draining:
+            reasons[each.why, _remedy(state)][each.replica] = each.name
+    if len(view) and not any(state.healthy and not state.asleep for state in fleet.members):
         hold, waits = pool.config.hold, pool.config.serve.steers_all
         longest_s = min(hold.empty_s, hold.longest_s) if waits else 0.0
         consequence = f"requests wait for at most {longest_s:g} s (hold.empty_s), then get 503"
@@ -210,15 +211,13 @@ def _not_followed(pool: ObservedPool) -> Iterator[str]:
             yield f"Envoy did not follow decisions in the last minute: {cause}."
 
 
-def _frozen(pool: ObservedPool, view: FleetView) -> Iterator[str]:
-    ids = zip(view.ids, view.names, strict=True)
-    frozen = {
-        replica: name for replica, name in ids if pool.fleet.eligibility.conditions[replica].frozen
-    }
+def _frozen(pool: ObservedPool) -> Iterator[str]:
+    conditions = pool.fleet.eligibility.conditions.items()
+    frozen = {id_: each.state.name or id_ for id_, each in conditions if each.frozen}
     if frozen:
         yield (
             f"{_listed([*frozen.values()])} showing gauges that do not move "
-            f"({since(pool, FROZEN, frozen)}): the router ignores them and goes "
+            f"({pool.onsets.since(FROZEN, frozen)}): the router ignores them and goes "
             "by its own count, so requests do not suffer. Restart a replica whose gauges still do "
             "not move after its next requests."
         )
@@ -237,7 +236,7 @@ def _slow(pool: ObservedPool) -> Iterator[str]:
             yield (
                 f"{_listed([state.name or state.id for state in slow])} much slower than other "
                 f"replicas of profile {profile} "
-                f"({since(pool, 'slow', [state.id for state in slow])}): check the "
+                f"({pool.onsets.since('slow', [state.id for state in slow])}): check the "
                 "GPU's clock, its power, and what else runs on it."
             )
         if not 1.0 / _WRONG_PROFILE < usual < _WRONG_PROFILE:
@@ -259,7 +258,7 @@ def _drifts(pool: ObservedPool, view: FleetView) -> Iterator[str]:
         ("shorter", view.stretch < min(high, 1.0) / _DRIFT),
     ):
         if places := drifting.nonzero()[0].tolist():
-            began = since(pool, word, [view.ids[place] for place in places])
+            began = pool.onsets.since(word, [view.ids[place] for place in places])
             yield (
                 f"{_listed([view.names[place] for place in places])} drifting from the prediction "
                 f"({began}): decoding takes much {word} than the measured speed predicts."
@@ -296,11 +295,6 @@ def _full_queue(pool: ObservedPool) -> Iterator[str]:
             f"Requests have waited at this router for more than half of {hold.longest_s:g} s "
             "(hold.longest_s), after which it refuses them: add replicas."
         )
-
-
-def since(pool: ObservedPool, cause: str, replicas: Collection[str]) -> str:
-    """Note that these replicas cause a warning now; return since when: ``since 12:03:04``."""
-    return since_when(pool.onsets.since(cause, replicas, pool.wall()), replicas)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -31,7 +31,7 @@ def services(clock: Clock) -> Services:
     config = Config.model_validate({"route": {"seed": 1}, "hold": {"most": 10}})
     fleet = Fleet(OutputLengths(), clock)
     fleet.pollers = {"here:1": ()}
-    made = on_fleet(build(config, CollectorRegistry()), fleet, clock=clock, wall=clock)
+    made = on_fleet(build(config, CollectorRegistry(), clock, clock), fleet)
     poll(made)
     return made
 
