@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import fleet
-from benchmarks.fleet import Stay, imbalance
+from benchmarks.fleet import FleetFile, Stay, imbalance
 from benchmarks.trace import TracedRequest
 from extproc.lab.replay.routers import Served
 from tests.benchmarks.conftest import FLEETS, a10s, play
