@@ -40,7 +40,7 @@ class BodyMemory:
         self.free = size  # bytes; negative while memory is short
         self._incomplete: dict[BufferedBody, None] = {}  # the longest waiting first
 
-    def resize(self, body: "BufferedBody", by: int, more_comes: bool) -> None:
+    def resize(self, body: "BufferedBody", by: int, more_comes: bool = False) -> None:
         """Counts ``by`` more bytes for a body, and evicts other bodies if memory is short.
         ``more_comes``: the body waits for its next chunk, and may be evicted meanwhile."""
         self.free -= by
@@ -65,12 +65,13 @@ class BufferedBody:
     def __len__(self) -> int:
         return self._size
 
-    def add(self, chunk: bytes, more_comes: bool = False) -> None:
-        """Appends a chunk; ``more_comes``: as in :meth:`BodyMemory.resize`."""
+    def add(self, chunk: bytes, whole: bool = True) -> None:
+        """Appends a chunk. A body that is not ``whole`` then waits for its next chunk."""
         self._chunks.append(chunk)
-        if more_comes and self.evicted is None:
+        self.whole = whole
+        if not whole and self.evicted is None:
             self.evicted = asyncio.get_running_loop().create_future()
-        self._resize(self._size + len(chunk), more_comes)
+        self._resize(self._size + len(chunk), more_comes=not whole)
 
     @property
     def data(self) -> bytes:
@@ -97,10 +98,9 @@ class BufferedBody:
 
     def release(self) -> None:
         self.whole = False
-        if self._size or self.evicted is not None:
-            self.evicted = None
-            self._chunks = []
-            self._resize(0)
+        self.evicted = None
+        self._chunks = []
+        self._resize(0)
 
     def _resize(self, size: int, more_comes: bool = False) -> None:
         by, self._size = size - self._size, size

@@ -126,11 +126,6 @@ class Exchange:
                 self._request_ended = message.request_body.end_of_stream
                 return message
 
-    def hold_body(self, message: ProcessingRequest) -> None:
-        """Stores the body of the request, all of which came in this message."""
-        self.body.add(message.request_body.body)
-        self.body.whole = True
-
     def reply_to(self, message: ProcessingRequest) -> bytes:
         """Records the message's content and returns a reply that changes nothing. A reply to
         response headers may also ask Envoy for the response's body."""
