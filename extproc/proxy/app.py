@@ -5,14 +5,13 @@ import gc
 import logging
 import signal
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from extproc.config import Config
-from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
 from extproc.ground.clock import Clock, monotonic, wall
 from extproc.ground.outage_log import OutageLog
@@ -34,10 +33,6 @@ from extproc.proxy.services import CHUNKS_SAVED_S, Budget, Services, parts_of_po
 from extproc.proxy.sharing import share
 from extproc.request.tokens import TokenCounter
 from extproc.route.queue import SWEEP_EVERY_S
-from extproc.share.connection import connect
-from extproc.share.envelope import Skips
-from extproc.share.lists import Put
-from extproc.share.replicas import Change, Removed, Snapshot, StateReader
 
 logger = logging.getLogger(__name__)
 
@@ -130,10 +125,7 @@ async def _follow_fleets(pools: Sequence[Services], registry: CollectorRegistry)
     """Runs the tasks that bring replica states into the fleets, from Redis or from pollers in this
     process, and the tasks that record traffic (``record.path``)."""
     if pools[0].config.state == "redis":
-        parts = [
-            follow_state(pool.config, pool.fleet, Skips(pool.metrics.skipped)) for pool in pools
-        ]
-        parts += [share(pool.config, pool.fleet, pool.metrics, pool.delays) for pool in pools]
+        parts = [share(pool.config, pool.fleet, pool.metrics, pool.delays) for pool in pools]
     else:
         metrics = PollMetrics(registry)
         parts = [
@@ -141,35 +133,6 @@ async def _follow_fleets(pools: Sequence[Services], registry: CollectorRegistry)
         ]
     parts += [pool.recorder.run() for pool in pools if pool.recorder]
     await together(*parts)  # if cancelled, waits for farewells
-
-
-async def follow_state(config: Config, fleet: Fleet, skips: Skips | None = None) -> None:
-    """Applies to the fleet each change that pollers write to Redis, until cancelled."""
-    async with connect(config.redis, config.pool) as redis:
-        reader = StateReader(redis, config.pool, Random(), skips)
-        async with aclosing(reader.changes()) as changes:
-            async for change in changes:
-                await apply(change, fleet)
-
-
-async def apply(change: Change, fleet: Fleet) -> None:
-    """Applies a change of the replica states in Redis to the fleet. Lets other tasks run after each
-    replica."""
-    match change:
-        case Snapshot(states, ages):
-            # A Redis that was just started holds few replicas yet: a missing replica is dropped
-            # only once it is stale. Replicas that are not measured come first: after a measured
-            # replica they would count as newcomers.
-            for state in sorted(states, key=lambda state: state.measured):
-                fleet.put(state, age=ages.get(state.id, 0.0))
-                await asyncio.sleep(0)
-            fleet.members_known.set()
-        case Put(state):
-            # Age 0: a push takes less time than the clocks of two machines differ.
-            fleet.put(state)
-        case Removed(replica):
-            fleet.remove(replica)
-    await asyncio.sleep(0)
 
 
 async def dispatch_queued(pools: Sequence[Services]) -> None:
