@@ -4,10 +4,8 @@ import asyncio
 import gc
 import logging
 import signal
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from random import Random
-from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
@@ -69,16 +67,15 @@ async def run_router(config: Config) -> None:
             config.admin,
             ready=server.unready,
         ) as admin,
-        _background(
-            (
-                server.watch_replicas(),
-                dispatch_queued(pools),
-                _follow_fleets(pools, registry),
-                Housekeeping(pools).run(),
-            ),
-            stopping,
+        started(
+            server.watch_replicas(),
+            dispatch_queued(pools),
+            _follow_fleets(pools, registry),
+            Housekeeping(pools).run(),
         ) as tasks,
     ):
+        for task in tasks:  # until the router stops, none ends unless it fails
+            task.add_done_callback(lambda _: stopping.set())
         port = await server.start(config.serve.listen)
         names = ", ".join(pool.config.pool for pool in pools)
         logger.info("router started", extra={"port": port, "admin": admin, "pool": names})
@@ -150,14 +147,3 @@ async def dispatch_queued(pools: Sequence[Services]) -> None:
             except Exception as error:  # a defect must not end the router
                 outage.failed(error, traceback=error)
         await asyncio.sleep(SWEEP_EVERY_S)
-
-
-@asynccontextmanager
-async def _background(
-    parts: Iterable[Coroutine[Any, Any, None]], stopping: asyncio.Event
-) -> AsyncIterator[list[asyncio.Task[None]]]:
-    """Runs the parts as tasks inside the block; sets ``stopping`` as soon as a task ends."""
-    async with started(*parts) as tasks:
-        for task in tasks:
-            task.add_done_callback(lambda _: stopping.set())
-        yield tasks
