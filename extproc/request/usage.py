@@ -50,8 +50,7 @@ class UsageReader:
     def __init__(self, endpoint: Endpoint) -> None:
         self.generating = False  # the first token has come
         self._prelude = _PRELUDE.get(endpoint, 0)  # events still to come before the first token
-        self._carry = b""
-        self._open: bytes | None = None  # bytes of an incomplete usage object; None: there is none
+        self._carry = b""  # last bytes read: perhaps the beginning of a mark, or of a usage object
         self._reported: dict[str, int] = {}
         self._streamed: bool | None = None
         self._counts = dict.fromkeys(_COUNTED, 0)
@@ -68,14 +67,13 @@ class UsageReader:
         if self._streamed:
             for mark in _COUNTED:
                 self._counts[mark] += window.count(mark, start)
-        if self._open is not None:
-            self._read((self._open + chunk)[:_MAX_USAGE])
+        self._carry = window[1 - len(_USAGE) :]
         at = window.find(_USAGE)
         while at >= 0:
-            at += len(_USAGE)
-            self._read(window[at : at + _MAX_USAGE])
-            at = window.find(_USAGE, at)
-        self._carry = window[1 - len(_USAGE) :]
+            begin = at + len(_USAGE)
+            if not self._read(window[begin : begin + _MAX_USAGE]):
+                self._carry = window[at:]
+            at = window.find(_USAGE, begin)
 
     def usage(self) -> ReportedUsage | None:
         """Return the usage read so far; None: the response had neither a usage figure nor a
@@ -87,20 +85,17 @@ class UsageReader:
             return None
         return ReportedUsage(prompt, completion or events, self._reported.get("cached"))
 
-    def _read(self, value: bytes) -> None:
-        """Read the usage object at the beginning of ``value``; keep an incomplete object for the
-        next chunk."""
-        value = value.lstrip()
-        self._open = value if value[:1] in (b"", b"{") and len(value) < _MAX_USAGE else None
-        if b"}" not in value:
-            return
+    def _read(self, value: bytes) -> bool:
+        """Read the usage object at the beginning of ``value``; return False if the object may go on
+        in the next chunk."""
+        text = value.lstrip().decode("latin-1")
         try:
-            usage = _decode(value.decode("latin-1"))[0]
+            usage, _ = _decode(text)
         except (ValueError, RecursionError):
-            return
-        self._open = None
+            return text[:1] not in ("", "{") or len(value) == _MAX_USAGE
         if isinstance(usage, dict):
             self._take(usage)
+        return True
 
     def _take(self, usage: dict[str, object]) -> None:
         prompt = _first(usage, "prompt_tokens", "input_tokens")
