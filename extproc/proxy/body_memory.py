@@ -12,7 +12,6 @@ class NoMemory(Refusal):
     """Refused: the body arrived too slowly, and other bodies needed its memory."""
 
     status = 503
-    kind = "service_unavailable_error"
     retry_after = 1
 
     def __init__(self) -> None:
@@ -25,7 +24,6 @@ class TooLarge(Refusal):
     """Refused: the first ``BODY_LIMIT_BYTES`` bytes of the body do not name the model."""
 
     status = 413
-    kind = "invalid_request_error"
 
 
 class BodyMemory:

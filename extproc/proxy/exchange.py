@@ -85,9 +85,8 @@ class Exchange:
         """Answers the client with the error; if the router only observes, lets Envoy go on."""
         self.body.release()
         if self.steered:
-            reason = refusal.code or refusal.kind
-            self.services.metrics.refused.add(reason)
-            self.ended_unsent("refused", reason)
+            self.services.metrics.refused.add(refusal.reason)
+            self.ended_unsent("refused", refusal.reason)
             await self.write(refuse(refusal, self.endpoint))
         else:  # no memory for the body
             self.left_to_envoy("observed")
