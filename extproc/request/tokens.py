@@ -132,7 +132,7 @@ def _load(model: str, folder: Path) -> "ExactPrompts":
     tokenizer.no_truncation()
     tokenizer.no_padding()
     try:
-        return ExactPrompts(tokenizer, ChatTemplate.of_folder(folder))
+        return ExactPrompts(tokenizer, ChatTemplate(folder))
     except (OSError, ValueError) as error:
         raise TokenizerError(
             f"the folder configured for model {model!r} has no chat template that can be read: "
