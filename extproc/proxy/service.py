@@ -226,12 +226,10 @@ class GrpcServer:
         writes = []
         for exchange in self._exchanges:
             try:
-                answer = exchange.end_if_hung(hung)
+                if answer := exchange.end_if_hung(hung):
+                    writes.append(exchange.write(answer))
             except Exception:  # the other requests must end all the same
                 logger.exception("a request on a hung replica could not be ended")
-                continue
-            if answer is not None:
-                writes.append(exchange.write(answer))
         if writes:
             count, replicas = len(writes), ", ".join(sorted(hung.values()))
             logger.error(f"ended {count} requests on hung replicas {replicas}")
