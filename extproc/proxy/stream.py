@@ -104,7 +104,16 @@ async def _headers_first(exchange: Exchange) -> None:
     if large and (unread_model := exchange.only_model):
         await exchange.write(await admit(exchange, "request_headers", unread_model))
         return
-    await exchange.write(_request_body(exchange))
+    services = exchange.services
+    # The router needs the response if its budget of responses allows, if a failed replica may have
+    # recovered, or if the replica stores the response under an id.
+    exchange.response_visible = (
+        services.responses.takes(services.clock(), 1.0)
+        or services.fleet.eligibility.has_suspects
+        or exchange.endpoint is Endpoint.RESPONSES
+    )
+    with_response = messages.proceed("request_headers")
+    await exchange.write(with_response if exchange.response_visible else messages.BODY_ONLY)
     _take_body(exchange, await exchange.read("request_body"))
     await _route_body(exchange)
 
@@ -209,19 +218,3 @@ async def _route_body(exchange: Exchange) -> None:
     else:
         body.release()
     await exchange.write(reply)
-
-
-def _request_body(exchange: Exchange) -> bytes:
-    """Returns the reply to the headers, which asks for the body and, if needed, for the response.
-
-    The router needs a response if its budget of responses allows, if a failed replica may have
-    recovered, or if the replica stores the response under an id.
-    """
-    services = exchange.services
-    exchange.response_visible = (
-        services.responses.takes(services.clock(), 1.0)
-        or services.fleet.eligibility.has_suspects
-        or exchange.endpoint is Endpoint.RESPONSES
-    )
-    with_response = messages.proceed("request_headers")
-    return with_response if exchange.response_visible else messages.BODY_ONLY
