@@ -25,7 +25,6 @@ from extproc.request.tokens import TokenCounter
 
 _LONGEST_NAME = 512  # characters of a model's name, which is kept with every decision
 _LONGEST_ID = 128  # characters of a response's id; vLLM's ids have 21
-_MAX_LENGTH = 2**40  # bytes of a body, whatever its header says
 
 
 def inspect(
@@ -53,7 +52,7 @@ def inspect(
     Raises:
         BadRequest: the body is not a JSON object, or the model in the body is not a name.
     """
-    whole = max(len(body), min(content_length or 0, _MAX_LENGTH))
+    whole = max(len(body), content_length or 0)
     if endpoint.takes_audio:
         return of_form(endpoint, body, whole, tokens, model_of)
     part = readable(body)
