@@ -10,7 +10,6 @@ from random import Random
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from extproc.config import Config
-from extproc.fleet.members import ModelNames
 from extproc.ground.clock import Clock, monotonic, wall
 from extproc.ground.outage_log import OutageLog
 from extproc.ground.runtime import started, together
@@ -101,10 +100,9 @@ def build(
     Raises:
         OSError, ValueError: as :func:`run_router`.
     """
-    random, names = Random(config.route.seed), ModelNames(config.route.models)
-    metrics, request = RouterMetrics(registry), config.request
+    random, metrics, request = Random(config.route.seed), RouterMetrics(registry), config.request
     return Services(
-        **parts_of_pool(config, names, random, clock, wall),
+        **parts_of_pool(config, random, clock, wall),
         tokens=TokenCounter(request.bytes_per_token, request.image_tokens, request.tokenizers),
         log=DecisionLog(config.serve.decisions_kept),
         metrics=metrics,
