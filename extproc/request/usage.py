@@ -116,23 +116,11 @@ def _first(usage: dict[str, object], *names: str) -> int | None:
     return next((n for n in values if type(n) is int and 0 <= n <= MAX_TOKENS), None)
 
 
+HEAD_BYTES = 4_096  # of a response, which contain its id: vLLM's JSON and streams begin with it
 _ID = re.compile(rb'"id":\s*"(resp_[^"\\]{1,123})"')
-_WITHIN = 4_096  # first bytes, which contain the id: vLLM's JSON and streams begin with it
 
 
-class ResponseIdReader:
-    """Reads the id of a stored response from the beginning of a body, in chunks split anywhere."""
-
-    def __init__(self) -> None:
-        self._head: bytes | None = b""  # None: the id was found, or the body has none
-
-    def feed(self, chunk: bytes) -> str | None:
-        """Read the next bytes of the body. The call that completes the id returns it; all others
-        return None."""
-        if self._head is None:
-            return None
-        self._head += chunk[: _WITHIN - len(self._head)]
-        found = _ID.search(self._head)
-        if found or len(self._head) >= _WITHIN:
-            self._head = None
-        return found[1].decode(errors="replace") if found else None
+def response_id(head: bytes) -> str | None:
+    """Return the id of a stored response, if the beginning of its body has the whole id."""
+    found = _ID.search(head)
+    return found[1].decode(errors="replace") if found else None
