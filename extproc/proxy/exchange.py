@@ -209,8 +209,7 @@ class Exchange:
         if not self.steered:
             reply = messages.proceed(phase)
         elif listed and self.only_model is None and services.fleet.members.models:
-            members = services.fleet.members
-            listing = model_list(members.names, members, int(services.wall()))
+            listing = model_list(services.fleet.members, int(services.wall()))
             reply = messages.answer(200, listing)
         elif owner is not None and (self.subset is None or owner in self.subset):
             leave_body = phase == "request_headers" and not self.full_duplex
