@@ -38,9 +38,10 @@ class BodyMemory:
         self.free = size  # bytes; negative while memory is short
         self._incomplete: dict[BufferedBody, None] = {}  # the longest waiting first
 
-    def resize(self, body: "BufferedBody", by: int, more_comes: bool = False) -> None:
-        """Counts ``by`` more bytes for a body, and evicts other bodies if memory is short.
+    def resize(self, body: "BufferedBody", size: int, more_comes: bool = False) -> None:
+        """Counts a body with ``size`` bytes, and evicts others if it grew and memory is short.
         ``more_comes``: the body waits for its next chunk, and may be evicted meanwhile."""
+        by, body.size = size - body.size, size
         self.free -= by
         self._incomplete.pop(body, None)
         while by > 0 and self.free < 0 and self._incomplete:
@@ -56,12 +57,9 @@ class BufferedBody:
         self.whole = False  # the end of the body was received
         self.changed = False  # the replica gets another body than the client sent
         self.evicted: asyncio.Future[Refusal] | None = None  # None: no further chunk is awaited
+        self.size = 0  # bytes, as counted in ``memory``
         self._memory = memory
         self._chunks: list[bytes] = []
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
 
     def add(self, chunk: bytes, whole: bool = True) -> None:
         """Appends a chunk. A body that is not ``whole`` then waits for its next chunk."""
@@ -69,7 +67,7 @@ class BufferedBody:
         self.whole = whole
         if not whole and self.evicted is None:
             self.evicted = asyncio.get_running_loop().create_future()
-        self._resize(self._size + len(chunk), more_comes=not whole)
+        self._memory.resize(self, self.size + len(chunk), more_comes=not whole)
 
     @property
     def data(self) -> bytes:
@@ -81,7 +79,7 @@ class BufferedBody:
         if data is not self.data:
             self.changed = True
             self._chunks = [data]
-            self._resize(len(data))
+            self._memory.resize(self, len(data))
 
     def take(self) -> bytes:
         """Returns the bytes and drops them; ``BodyMemory`` counts them until :meth:`release`."""
@@ -90,7 +88,7 @@ class BufferedBody:
 
     def evict(self) -> None:
         self._chunks = []
-        self._resize(0)
+        self._memory.resize(self, 0)
         if self.evicted is not None:
             self.evicted.set_result(NoMemory())
 
@@ -98,8 +96,4 @@ class BufferedBody:
         self.whole = False
         self.evicted = None
         self._chunks = []
-        self._resize(0)
-
-    def _resize(self, size: int, more_comes: bool = False) -> None:
-        by, self._size = size - self._size, size
-        self._memory.resize(self, by, more_comes)
+        self._memory.resize(self, 0)

@@ -156,10 +156,10 @@ async def _read_chunks(exchange: Exchange) -> bool:
         if body.whole:
             return trailers
         short = memory.free < 0
-        if not short and len(body) < limit:
+        if not short and body.size < limit:
             continue
         if exchange.only_model or names_model(exchange.headers.endpoint, body.data):
-            memory.resize(body, 0)  # the body awaits no further chunk: it must not be evicted
+            memory.resize(body, body.size)  # awaits no further chunk: must not be evicted
             return False
         if short:
             raise NoMemory
@@ -192,7 +192,7 @@ async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
                 # If trailers follow a buffered body, Envoy does not set ``end_of_stream``.
                 buffered = exchange.body_mode == messages.BUFFERED
                 body.add(message.request_body.body, buffered or message.request_body.end_of_stream)
-                enough = len(body) >= LARGE_BODY or exchange.services.body_memory.free < 0
+                enough = body.size >= LARGE_BODY or exchange.services.body_memory.free < 0
             case "request_trailers":
                 body.whole = True
             case _:
@@ -205,7 +205,7 @@ async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
             break
         message = await exchange.next()
     if not headers.readable:
-        exchange.headers = headers._replace(length=len(body) or headers.length)
+        exchange.headers = headers._replace(length=body.size or headers.length)
         body.release()
     observe(exchange)
 
