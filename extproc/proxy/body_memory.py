@@ -12,7 +12,6 @@ class NoMemory(Refusal):
     """Refused: the body arrived too slowly, and other bodies needed its memory."""
 
     status = 503
-    retry_after = 1
 
     def __init__(self) -> None:
         super().__init__(

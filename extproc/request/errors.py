@@ -8,6 +8,7 @@ from pydantic_core import to_json
 from extproc.request.endpoint import Endpoint
 
 _MOST_NAMED = 50  # models named in a message
+_RETRIED = 429, 503  # statuses of refusals that tell the client when to try again
 _LONGEST_S = 3600.0  # of ``retry-after``
 _TYPES = {
     400: ("invalid_request_error", "invalid_request_error"),
@@ -27,7 +28,7 @@ class Refusal(Exception):  # noqa: N818 - an answer to the client
         message: text for the client.
         param: the field of the body that is wrong, if any.
         code: the reason, in a form for programs, as in OpenAI's API.
-        retry_after: seconds, rounded up, at least 1 and at most 3600; 0: the class's default.
+        retry_after: seconds for ``_RETRIED``, rounded up, at least 1 and at most 3600.
     """
 
     status: int  # of the HTTP answer
@@ -43,7 +44,7 @@ class Refusal(Exception):  # noqa: N818 - an answer to the client
         super().__init__(message)
         self.param = param
         self.code = code
-        if retry_after:
+        if self.status in _RETRIED:
             self.retry_after = ceil(min(max(retry_after, 1.0), _LONGEST_S))
 
     @property
@@ -74,14 +75,12 @@ class NoReplica(Refusal):
     """No replica can serve the request now."""
 
     status = 503
-    retry_after = 1
 
 
 class Saturated(Refusal):
     """The replicas are so busy that the request would wait too long."""
 
     status = 429
-    retry_after = 1
 
 
 def error_body(error: Refusal, endpoint: Endpoint | None = None) -> bytes:
