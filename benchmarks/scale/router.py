@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.states import MODEL
 from extproc.config import Config, RedisSettings
-from extproc.proxy.app import build, follow_state
+from extproc.proxy.app import build
 from extproc.proxy.services import Services
 from extproc.proxy.sharing import share
 from extproc.request.endpoint import Endpoint
@@ -37,7 +37,6 @@ async def route(
     registry = CollectorRegistry()
     services = build(config, registry)
     tasks = [
-        asyncio.create_task(follow_state(config, services.fleet)),
         asyncio.create_task(share(config, services.fleet, services.metrics, services.delays)),
     ]
     async with asyncio.timeout(_READY_S):

@@ -29,7 +29,7 @@ def observe(exchange: Exchange) -> None:
         if decision is not None:
             services.demand.arrived(decision)
             exchange.observe(decision)
-    exchange.left_to_envoy("observed")
+    exchange.undispatched("observed")
     services.metrics.decision_seconds.observe(services.clock() - started)
 
 
@@ -162,7 +162,7 @@ async def _queue(
     finally:
         if not outcome.done():
             services.queue.abandon(waiting)
-            exchange.ended_unsent("gave_up")
+            exchange.undispatched("gave_up")
     result = outcome.result()
     if isinstance(result, Exception):
         raise result
@@ -199,9 +199,10 @@ def _leave_to_envoy(exchange: Exchange, profile: RequestProfile) -> None:
         raise NoModel(profile.requested_model, fleet.members.models)
     renamed = fleet.members.names.served(profile.model) != (profile.requested_model,)
     only_some = fleet.eligibility.candidates(profile.model).only_some
-    if (profile.requested_model and renamed) or only_some or not exchange.has_fallback:
+    no_fallback = exchange.full_duplex or exchange.subset is not None  # a gateway has none
+    if (profile.requested_model and renamed) or only_some or no_fallback:
         raise NoReplica(NONE_READY)
-    exchange.left_to_envoy()
+    exchange.undispatched("unrouted")
 
 
 def _refuse_slow_first_token(services: Services, decision: Decision) -> None:

@@ -4,16 +4,12 @@ import asyncio
 import gc
 import logging
 import signal
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Sequence
 from random import Random
-from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from extproc.config import Config
-from extproc.fleet.fleet import Fleet
-from extproc.fleet.members import ModelNames
 from extproc.ground.clock import Clock, monotonic, wall
 from extproc.ground.outage_log import OutageLog
 from extproc.ground.runtime import started, together
@@ -34,9 +30,6 @@ from extproc.proxy.services import CHUNKS_SAVED_S, Budget, Services, parts_of_po
 from extproc.proxy.sharing import share
 from extproc.request.tokens import TokenCounter
 from extproc.route.queue import SWEEP_EVERY_S
-from extproc.share.connection import connect
-from extproc.share.envelope import Skips
-from extproc.share.replicas import Change, Put, Removed, Snapshot, StateReader
 
 logger = logging.getLogger(__name__)
 
@@ -73,16 +66,15 @@ async def run_router(config: Config) -> None:
             config.admin,
             ready=server.unready,
         ) as admin,
-        _background(
-            (
-                server.watch_replicas(),
-                dispatch_queued(pools),
-                _follow_fleets(pools, registry),
-                Housekeeping(pools).run(),
-            ),
-            stopping,
+        started(
+            server.watch_replicas(),
+            dispatch_queued(pools),
+            _follow_fleets(pools, registry),
+            Housekeeping(pools).run(),
         ) as tasks,
     ):
+        for task in tasks:  # until the router stops, none ends unless it fails
+            task.add_done_callback(lambda _: stopping.set())
         port = await server.start(config.serve.listen)
         names = ", ".join(pool.config.pool for pool in pools)
         logger.info("router started", extra={"port": port, "admin": admin, "pool": names})
@@ -108,10 +100,9 @@ def build(
     Raises:
         OSError, ValueError: as :func:`run_router`.
     """
-    random, names = Random(config.route.seed), ModelNames(config.route.models)
-    metrics, request = RouterMetrics(registry), config.request
+    random, metrics, request = Random(config.route.seed), RouterMetrics(registry), config.request
     return Services(
-        **parts_of_pool(config, names, random, clock, wall),
+        **parts_of_pool(config, random, clock, wall),
         tokens=TokenCounter(request.bytes_per_token, request.image_tokens, request.tokenizers),
         log=DecisionLog(config.serve.decisions_kept),
         metrics=metrics,
@@ -129,10 +120,7 @@ async def _follow_fleets(pools: Sequence[Services], registry: CollectorRegistry)
     """Runs the tasks that bring replica states into the fleets, from Redis or from pollers in this
     process, and the tasks that record traffic (``record.path``)."""
     if pools[0].config.state == "redis":
-        parts = [
-            follow_state(pool.config, pool.fleet, Skips(pool.metrics.skipped)) for pool in pools
-        ]
-        parts += [share(pool.config, pool.fleet, pool.metrics, pool.delays) for pool in pools]
+        parts = [share(pool.config, pool.fleet, pool.metrics, pool.delays) for pool in pools]
     else:
         metrics = PollMetrics(registry)
         parts = [
@@ -140,35 +128,6 @@ async def _follow_fleets(pools: Sequence[Services], registry: CollectorRegistry)
         ]
     parts += [pool.recorder.run() for pool in pools if pool.recorder]
     await together(*parts)  # if cancelled, waits for farewells
-
-
-async def follow_state(config: Config, fleet: Fleet, skips: Skips | None = None) -> None:
-    """Applies to the fleet each change that pollers write to Redis, until cancelled."""
-    async with connect(config.redis, config.pool) as redis:
-        reader = StateReader(redis, config.pool, skips)
-        async with aclosing(reader.changes()) as changes:
-            async for change in changes:
-                await apply(change, fleet)
-
-
-async def apply(change: Change, fleet: Fleet) -> None:
-    """Applies a change of the replica states in Redis to the fleet. Lets other tasks run after each
-    replica."""
-    match change:
-        case Snapshot(states, ages):
-            # A Redis that was just started holds few replicas yet: a missing replica is dropped
-            # only once it is stale. Replicas that are not measured come first: after a measured
-            # replica they would count as newcomers.
-            for state in sorted(states, key=lambda state: state.measured):
-                fleet.put(state, age=ages.get(state.id, 0.0))
-                await asyncio.sleep(0)
-            fleet.members_known.set()
-        case Put(state):
-            # Age 0: a push takes less time than the clocks of two machines differ.
-            fleet.put(state)
-        case Removed(replica):
-            fleet.remove(replica)
-    await asyncio.sleep(0)
 
 
 async def dispatch_queued(pools: Sequence[Services]) -> None:
@@ -186,14 +145,3 @@ async def dispatch_queued(pools: Sequence[Services]) -> None:
             except Exception as error:  # a defect must not end the router
                 outage.failed(error, traceback=error)
         await asyncio.sleep(SWEEP_EVERY_S)
-
-
-@asynccontextmanager
-async def _background(
-    parts: Iterable[Coroutine[Any, Any, None]], stopping: asyncio.Event
-) -> AsyncIterator[list[asyncio.Task[None]]]:
-    """Runs the parts as tasks inside the block; sets ``stopping`` as soon as a task ends."""
-    async with started(*parts) as tasks:
-        for task in tasks:
-            task.add_done_callback(lambda _: stopping.set())
-        yield tasks

@@ -12,8 +12,6 @@ class NoMemory(Refusal):
     """Refused: the body arrived too slowly, and other bodies needed its memory."""
 
     status = 503
-    kind = "service_unavailable_error"
-    retry_after = 1
 
     def __init__(self) -> None:
         super().__init__(
@@ -25,7 +23,6 @@ class TooLarge(Refusal):
     """Refused: the first ``BODY_LIMIT_BYTES`` bytes of the body do not name the model."""
 
     status = 413
-    kind = "invalid_request_error"
 
 
 class BodyMemory:
@@ -40,9 +37,10 @@ class BodyMemory:
         self.free = size  # bytes; negative while memory is short
         self._incomplete: dict[BufferedBody, None] = {}  # the longest waiting first
 
-    def resize(self, body: "BufferedBody", by: int, more_comes: bool) -> None:
-        """Counts ``by`` more bytes for a body, and evicts other bodies if memory is short.
+    def resize(self, body: "BufferedBody", size: int, more_comes: bool = False) -> None:
+        """Counts a body with ``size`` bytes, and evicts others if it grew and memory is short.
         ``more_comes``: the body waits for its next chunk, and may be evicted meanwhile."""
+        by, body.size = size - body.size, size
         self.free -= by
         self._incomplete.pop(body, None)
         while by > 0 and self.free < 0 and self._incomplete:
@@ -58,19 +56,17 @@ class BufferedBody:
         self.whole = False  # the end of the body was received
         self.changed = False  # the replica gets another body than the client sent
         self.evicted: asyncio.Future[Refusal] | None = None  # None: no further chunk is awaited
+        self.size = 0  # bytes, as counted in ``memory``
         self._memory = memory
         self._chunks: list[bytes] = []
-        self._size = 0
 
-    def __len__(self) -> int:
-        return self._size
-
-    def add(self, chunk: bytes, more_comes: bool = False) -> None:
-        """Appends a chunk; ``more_comes``: as in :meth:`BodyMemory.resize`."""
+    def add(self, chunk: bytes, whole: bool = True) -> None:
+        """Appends a chunk. A body that is not ``whole`` then waits for its next chunk."""
         self._chunks.append(chunk)
-        if more_comes and self.evicted is None:
+        self.whole = whole
+        if not whole and self.evicted is None:
             self.evicted = asyncio.get_running_loop().create_future()
-        self._resize(self._size + len(chunk), more_comes)
+        self._memory.resize(self, self.size + len(chunk), more_comes=not whole)
 
     @property
     def data(self) -> bytes:
@@ -82,7 +78,7 @@ class BufferedBody:
         if data is not self.data:
             self.changed = True
             self._chunks = [data]
-            self._resize(len(data))
+            self._memory.resize(self, len(data))
 
     def take(self) -> bytes:
         """Returns the bytes and drops them; ``BodyMemory`` counts them until :meth:`release`."""
@@ -91,17 +87,12 @@ class BufferedBody:
 
     def evict(self) -> None:
         self._chunks = []
-        self._resize(0)
+        self._memory.resize(self, 0)
         if self.evicted is not None:
             self.evicted.set_result(NoMemory())
 
     def release(self) -> None:
         self.whole = False
-        if self._size or self.evicted is not None:
-            self.evicted = None
-            self._chunks = []
-            self._resize(0)
-
-    def _resize(self, size: int, more_comes: bool = False) -> None:
-        by, self._size = size - self._size, size
-        self._memory.resize(self, by, more_comes)
+        self.evicted = None
+        self._chunks = []
+        self._memory.resize(self, 0)

@@ -21,6 +21,7 @@ from extproc.route.decision import Decision
 
 NONE_READY = "no replica is ready to serve this request"
 HUNG = "the replica that had this request hangs: send the request again"
+_UNSENT = "refused", "gave_up"  # results of requests that no replica gets
 
 
 class Exchange:
@@ -85,12 +86,11 @@ class Exchange:
         """Answers the client with the error; if the router only observes, lets Envoy go on."""
         self.body.release()
         if self.steered:
-            reason = refusal.code or refusal.kind
-            self.services.metrics.refused.add(reason)
-            self.ended_unsent("refused", reason)
+            self.services.metrics.refused.add(refusal.reason)
+            self.undispatched("refused", refusal.reason)
             await self.write(refuse(refusal, self.endpoint))
         else:  # no memory for the body
-            self.left_to_envoy("observed")
+            self.undispatched("observed")
 
     async def read(self, *phases: str) -> ProcessingRequest:
         """Returns the next message of one of these phases; replies to messages of other phases.
@@ -125,11 +125,6 @@ class Exchange:
             if not self._request_ended:
                 self._request_ended = message.request_body.end_of_stream
                 return message
-
-    def hold_body(self, message: ProcessingRequest) -> None:
-        """Stores the body of the request, all of which came in this message."""
-        self.body.add(message.request_body.body)
-        self.body.whole = True
 
     def reply_to(self, message: ProcessingRequest) -> bytes:
         """Records the message's content and returns a reply that changes nothing. A reply to
@@ -174,21 +169,22 @@ class Exchange:
             if self._trace is not None:
                 self._trace.answered(in_flight.outcome)
 
-    def ended_unsent(self, result: str, error: str = "") -> None:
-        """Counts, as ``result``, a request that the router sends to no replica."""
+    def undispatched(self, result: str, error: str = "") -> None:
+        """Counts a request that the router does not dispatch.
+
+        Args:
+            result: ``observed``; ``unrouted``, if no replica is usable or the router does not serve
+                the body mode; or one of ``_UNSENT``, which are recorded.
+            error: reason of a refusal.
+        """
         self.services.metrics.requests.add(result)
-        if self.services.recorder:
+        if self.services.recorder and result in _UNSENT:
             since_arrival_s = self.services.clock() - self.arrived_at
             self.services.recorder.refused(error or result, self.profile, since_arrival_s)
         if self._trace is not None:
             self._trace.ended(result, error)
 
     # -- the choice -------------------------------------------------------------------------
-
-    @property
-    def has_fallback(self) -> bool:
-        """True if Envoy chooses a replica itself when the router chooses none."""
-        return not self.full_duplex and self.subset is None
 
     @property
     def only_model(self) -> str | None:
@@ -213,8 +209,7 @@ class Exchange:
         if not self.steered:
             reply = messages.proceed(phase)
         elif listed and self.only_model is None and services.fleet.members.models:
-            members = services.fleet.members
-            listing = model_list(members.names, members, int(services.wall()))
+            listing = model_list(services.fleet.members, int(services.wall()))
             reply = messages.answer(200, listing)
         elif owner is not None and (self.subset is None or owner in self.subset):
             leave_body = phase == "request_headers" and not self.full_duplex
@@ -229,7 +224,7 @@ class Exchange:
         if self.endpoint is None:
             services.metrics.requests.add("passed")
         else:
-            self.left_to_envoy()
+            self.undispatched("unrouted")
         await self.write(reply)
 
     def dispatch(self, decision: Decision, waited: float = 0.0, reason: str = "") -> None:
@@ -257,13 +252,6 @@ class Exchange:
         outcome, sent_at = self._logged(decision, observed=True), self.services.clock()
         samples = not self._envoy_waits
         self._observed = Observed(self.services, decision, outcome, sent_at, samples)
-
-    def left_to_envoy(self, result: str = "unrouted") -> None:
-        """Counts a request whose replica Envoy chooses. ``result`` is ``observed``, or ``unrouted``
-        if no replica is usable or the router does not serve the body mode."""
-        self.services.metrics.requests.add(result)
-        if self._trace is not None:
-            self._trace.ended(result)
 
     async def wait_in_queue(self, until: asyncio.Future[Any], reason: str) -> None:
         """Waits for ``until``, and lets Envoy wait, too; ``reason``: for the trace.

@@ -8,9 +8,8 @@ from typing import NamedTuple
 from pydantic_core import to_json
 
 from extproc.config import Config
-from extproc.fleet.members import ModelNames
+from extproc.fleet.members import Members, ModelNames
 from extproc.proxy.messages import RESPONSE_SKIPPED
-from extproc.replica_state import ReplicaState
 from extproc.request.endpoint import Endpoint, endpoint_of
 from extproc.request.objective import first_of, session_of, targets_of
 
@@ -78,14 +77,14 @@ def header_names(configured: frozenset[str]) -> frozenset[str]:
     return _STANDARD | configured
 
 
-def model_list(names: ModelNames, states: Iterable[ReplicaState], created: int) -> bytes:
+def model_list(members: Members, created: int) -> bytes:
     """Answer to ``GET /v1/models`` with all names that clients may request, in vLLM's form.
 
     ``max_model_len`` is the smallest context length, in tokens, of the replicas that serve the
     model; ``root``, a path on the replica, is null. ``created``: time of the answer in seconds
     since the epoch.
     """
-    kinds = {(state.models, state.adapters, state.max_model_len) for state in states}
+    kinds = {(state.models, state.adapters, state.max_model_len) for state in members}
     parents = {
         adapter: next((model for model in models if model not in adapters), None)
         for models, adapters, _ in kinds
@@ -94,8 +93,8 @@ def model_list(names: ModelNames, states: Iterable[ReplicaState], created: int) 
     same = {"object": "model", "created": created, "owned_by": "vllm", "root": None}
     entries = [
         {"id": name, **same, "parent": parents.get(name)}
-        | {"max_model_len": min(_contexts(names, name, kinds), default=None)}
-        for name in names.requestable(name for models, *_ in kinds for name in models)
+        | {"max_model_len": min(_contexts(members.names, name, kinds), default=None)}
+        for name in members.models
     ]
     return to_json({"object": "list", "data": entries})
 

@@ -11,7 +11,7 @@ from extproc.proxy.messages import Upstream
 from extproc.proxy.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
 from extproc.proxy.services import RESERVED_FOR_ADAPTERS, Services
 from extproc.request.errors import NoReplica
-from extproc.request.usage import ReportedUsage, ResponseIdReader, UsageReader
+from extproc.request.usage import HEAD_BYTES, ReportedUsage, UsageReader, response_id
 from extproc.route.decision import Decision
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class InFlight:
         self._expected_chunks = decision.prediction.output_tokens * decision.profile.sequences
         self._usage: UsageReader | None = None  # None: the response's body is not read
         self._chunks: int | None = None  # received so far; None: not counted
-        self._response_id = ResponseIdReader() if decision.profile.stored else None
+        self._head = b"" if decision.profile.stored else None  # of the response; None: no id comes
         self._response_ended = False
 
     def response_headers(self, request: ProcessingRequest) -> bool:
@@ -100,8 +100,11 @@ class InFlight:
             if self._served_by_member:
                 self._services.fleet.first_token(self._ticket)
             self._services.router.learn_first_token(self._forecast, self.served_by, ttft)
-        if self._response_id is not None and (found := self._response_id.feed(message.body)):
-            self._services.fleet.responses.record(found, self.served_by)
+        if self._head is not None:
+            self._head += message.body[: HEAD_BYTES - len(self._head)]
+            if found := response_id(self._head):
+                self._services.fleet.responses.record(found, self.served_by)
+                self._head = None
 
     def end(self, lost: bool = False) -> None:
         """Ends the request: the response is complete, or the client or Envoy has given up.
@@ -228,7 +231,7 @@ class InFlight:
         allows, or if the stream is among the first of a replica that no poll has measured."""
         if self.outcome.status != _OK:
             return False
-        if self._response_id is not None or not content_type.startswith("text/event-stream"):
+        if self._head is not None or not content_type.startswith("text/event-stream"):
             return True
         # Only the first token shows how fast a replica loads an adapter.
         loads_adapter = self._forecast.adapter_load > 0.0 or self._forecast.adapter_wait > 0.0

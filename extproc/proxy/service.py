@@ -64,10 +64,11 @@ class GrpcServer:
         """
         self._services = services = pools[0]
         self._settings = serve = services.config.serve
-        self._pools = {pool.config.pool: pool for pool in pools}
+        self._pools = pools
+        self._by_name: dict[str | None, Services] = {pool.config.pool: pool for pool in pools}
+        self._by_name[None] = services
         self._unknown_pool = replace(services.of_pool(services.config), recorder=None)
         """Services without replicas, for unknown pools: Envoy's fallback serves their requests."""
-        self._unknown_names: set[str] = set()  # bounded by Envoy's configuration
         self._exchanges: dict[Exchange, None] = {}  # of open streams, the oldest first
         self._overload = OutageLog(logger, _REFUSES, _ACCEPTS, level=logging.ERROR)
         self._stopping = False
@@ -142,7 +143,7 @@ class GrpcServer:
         """
         if self._stopping:
             return "stopping"
-        knows_replicas = any(pool.fleet.members for pool in self._pools.values())
+        knows_replicas = any(pool.fleet.members for pool in self._pools)
         return "" if knows_replicas else "no replica is known yet"
 
     async def _report_readiness(self) -> None:
@@ -199,26 +200,22 @@ class GrpcServer:
     def _services_of(self, pool: str | None, context: grpc.aio.ServicerContext) -> Services:
         """Returns the services of the pool that Envoy's route names in the stream's metadata, which
         no client can set."""
-        if pool is None:
-            return self._services
-        if pool in self._pools:
-            return self._pools[pool]
-        if pool not in self._unknown_names:
-            self._unknown_names.add(pool)
-            configured = ", ".join(self._pools)
+        if pool not in self._by_name:
+            configured = ", ".join(each.config.pool for each in self._pools)
             logger.error(
                 "an Envoy route names a pool that is not configured: Envoy's fallback serves its "
                 "requests; add the pool to 'pools', or correct the route",
                 extra={"pool": pool, "configured": configured, "peer": context.peer()},
             )
-        return self._unknown_pool
+            self._by_name[pool] = self._unknown_pool  # as many as Envoy's configuration names
+        return self._by_name[pool]
 
     async def end_hung(self) -> None:
         """Ends the requests on hung replicas. Otherwise these requests would last until their
         clients give up."""
         if not (after := self._settings.hung_s):
             return
-        fleets = (pool.fleet for pool in self._pools.values())
+        fleets = (pool.fleet for pool in self._pools)
         hung = {
             replica: fleet.members.title(replica)
             for fleet in fleets
@@ -229,12 +226,10 @@ class GrpcServer:
         writes = []
         for exchange in self._exchanges:
             try:
-                answer = exchange.end_if_hung(hung)
+                if answer := exchange.end_if_hung(hung):
+                    writes.append(exchange.write(answer))
             except Exception:  # the other requests must end all the same
                 logger.exception("a request on a hung replica could not be ended")
-                continue
-            if answer is not None:
-                writes.append(exchange.write(answer))
         if writes:
             count, replicas = len(writes), ", ".join(sorted(hung.values()))
             logger.error(f"ended {count} requests on hung replicas {replicas}")

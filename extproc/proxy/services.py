@@ -79,30 +79,26 @@ class Services(ObservedPool):
 
     def of_pool(self, config: Config) -> "Services":
         """Returns the parts for another pool of the same router."""
-        names = self.fleet.members.names
-        return replace(self, **parts_of_pool(config, names, self.random, self.clock, self.wall))
+        return replace(self, **parts_of_pool(config, self.random, self.clock, self.wall))
 
 
-def routing(
-    config: Config, names: ModelNames, random: Random, clock: Clock, wall: Clock
-) -> tuple[Queue, Router]:
+def routing(config: Config, random: Random, clock: Clock, wall: Clock) -> tuple[Queue, Router]:
     """Creates the queue and the router of a pool, with a fleet that has no replicas yet."""
     _, port = split_address(config.serve.listen)
     address = f"{gethostname()}:{port}"
-    fleet, route = Fleet(OutputLengths(), clock, wall, names, address), config.route
+    route = config.route
+    fleet = Fleet(OutputLengths(), clock, wall, ModelNames(route.models), address)
     queue = Queue(fleet, config.hold)
     return queue, Router(fleet, route.policy, random, route.session_cost_s, queue.backlog)
 
 
-def parts_of_pool(
-    config: Config, names: ModelNames, random: Random, clock: Clock, wall: Clock
-) -> dict[str, Any]:
+def parts_of_pool(config: Config, random: Random, clock: Clock, wall: Clock) -> dict[str, Any]:
     """Creates the fields of :class:`Services` that pools do not share.
 
     Raises:
         OSError: the folder of ``record.path`` cannot be used.
     """
-    queue, router = routing(config, names, random, clock, wall)
+    queue, router = routing(config, random, clock, wall)
     folder = config.record.path
     return {
         "config": config,

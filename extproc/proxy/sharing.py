@@ -1,7 +1,7 @@
-"""Exchange with the other routers, through Redis: digests, prompts, stored responses, sessions."""
+"""Exchange with pollers and other routers through Redis: states, digests, prompts, owners."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import TypeVar
@@ -31,6 +31,7 @@ from extproc.share.digests import (
 )
 from extproc.share.envelope import Skips
 from extproc.share.reader import Reader
+from extproc.share.replicas import Change, Put, Removed, Snapshot, StateReader
 from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts, StreamReader, append
 
 _OWNERS_AT_ONCE = 100
@@ -42,19 +43,23 @@ T = TypeVar("T")
 
 
 async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, delays: Delays) -> None:
-    """Sends this router's state to the other routers, and receives their states. Sends a farewell
-    when cancelled."""
+    """Follows what pollers and other routers write, and sends them this router's state. Sends a
+    farewell when cancelled."""
     pool, skips = config.pool, Skips(metrics.skipped)
     async with connect(config.redis, pool) as redis:
         keys = Keys(pool)
         prompts = StreamReader(redis, keys.prompts, PROMPTS, skips)
         parts = [
+            _receive(StateReader(redis, pool, skips), partial(apply, fleet)),
             _publish_admin(fleet, config.serve.admin),
             _send_digests(partial(send_digest, redis, keys), fleet, metrics, delays),
             _receive(DigestReader(redis, pool, skips), partial(_take, fleet, metrics)),
             _send_prompts(redis, keys.prompts, fleet),
             _receive_prompts(prompts, fleet),
-            _receive_blocks(BlockReader(redis, pool, fleet.blocks, skips), fleet),
+            _receive(
+                BlockReader(redis, pool, fleet.blocks, skips),
+                lambda change: fleet.blocks.apply(change.replica, change.update),
+            ),
             _watch_pollers(redis, pool, fleet, skips),
             _remember_models(redis, pool, fleet),
         ]
@@ -68,12 +73,31 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, delays: De
         await together(*parts)
 
 
-async def _receive(reader: Reader[T], take: Callable[[T], None]) -> None:
-    """Calls ``take`` with each change; lets other tasks run after each call."""
+async def _receive(reader: Reader[T], take: Callable[[T], Iterator[None] | None]) -> None:
+    """Calls ``take`` with each change, and goes through the steps that it returns. Lets other tasks
+    run after each step and each change."""
     async with aclosing(reader.changes()) as changes:
         async for change in changes:
-            take(change)
+            await in_turns(take(change) or ())
             await asyncio.sleep(0)
+
+
+def apply(fleet: Fleet, change: Change) -> Iterator[None]:
+    """Applies a change of the replica states to the fleet; yields after each replica."""
+    match change:
+        case Snapshot(states, ages):
+            # A Redis that was just started holds few replicas yet: a missing replica is dropped
+            # only once it is stale. Replicas that are not measured come first: after a measured
+            # replica they would count as newcomers.
+            for state in sorted(states, key=lambda state: state.measured):
+                fleet.put(state, age=ages.get(state.id, 0.0))
+                yield
+            fleet.members_known.set()
+        case Put(state):
+            # Age 0: a push takes less time than the clocks of two machines differ.
+            fleet.put(state)
+        case Removed(replica):
+            fleet.remove(replica)
 
 
 async def _send_digests(
@@ -142,13 +166,6 @@ async def _receive_prompts(reader: StreamReader[Prompts], fleet: Fleet) -> None:
     for unknown replicas would be lost."""
     await fleet.members_known.wait()
     await _receive(reader, lambda sent: fleet.receive_prompts(sent.router, sent.prompts))
-
-
-async def _receive_blocks(reader: BlockReader, fleet: Fleet) -> None:
-
-    async with aclosing(reader.changes()) as changes:
-        async for change in changes:
-            await in_turns(fleet.blocks.apply(change.replica, change.update))
 
 
 async def _watch_pollers(redis: Redis, pool: str, fleet: Fleet, skips: Skips) -> None:

@@ -18,7 +18,7 @@ from extproc.proxy.admission import admit, observe
 from extproc.proxy.body_memory import BODY_LIMIT_BYTES, NoMemory, TooLarge
 from extproc.proxy.call import Left
 from extproc.proxy.exchange import Exchange
-from extproc.proxy.headers import RequestHeaders, header_names
+from extproc.proxy.headers import header_names
 from extproc.proxy.proto.ext_proc_pb2 import ProcessingRequest
 from extproc.request.endpoint import Endpoint
 from extproc.request.errors import Refusal
@@ -28,6 +28,7 @@ from extproc.request.media import LARGE_BODY
 logger = logging.getLogger(__name__)
 
 _SERVED_MODES = None, messages.BUFFERED, messages.FULL_DUPLEX_STREAMED
+"""In other body modes, Envoy may forward a request before the router has the whole body."""
 _PIECE = 2**16  # bytes of a body in each full duplex reply
 
 
@@ -36,12 +37,7 @@ async def stream(exchange: Exchange) -> None:
     try:
         await exchange.begin()
         try:
-            if exchange.body_first:
-                await _body_first(exchange)
-            elif exchange.full_duplex:
-                await _full_duplex(exchange)
-            else:
-                await _headers_first(exchange)
+            await _serve(exchange)
         except Refusal as refusal:
             await exchange.refuse(refusal)
         finally:
@@ -53,46 +49,72 @@ async def stream(exchange: Exchange) -> None:
         exchange.close()
 
 
-async def _body_first(exchange: Exchange) -> None:
-    """Serves a request of which Envoy sends the body only (``request_header_mode: SKIP``).
+async def _serve(exchange: Exchange) -> None:
+    """Reads the headers, and serves the request in the protocol of its stream.
 
-    The message with the body carries the headers that the router needs, as attributes. The stream
-    of a request without a body, such as a GET, begins with the response, or has no message at all.
+    If Envoy sends the body only (``request_header_mode: SKIP``), the message with the body carries
+    the headers that the router needs, as attributes. The stream of a request without a body, such
+    as a GET, then begins with the response, or has no message at all.
     """
+    phase = "request_body" if exchange.body_first else "request_headers"
+    message = await exchange.read(phase)
     names = header_names(exchange.services.config.headers)
-    message = await exchange.read("request_body")
-    values = {":method": "POST"} | messages.attributes_of(message, names)
-    headers = exchange.inference_headers(values)
-    if headers is None or _has_unserved_mode(exchange):
-        await exchange.pass_through("request_body", values)
-        return
-    if not exchange.steered:
-        await _observe(exchange, message)
-        return
-    skipped = messages.RESPONSE_SKIPPED in values
-    exchange.response_visible = not skipped or headers.endpoint is Endpoint.RESPONSES
-    if headers.readable:
-        exchange.hold_body(message)
+    if exchange.body_first:
+        values = {":method": "POST"} | messages.attributes_of(message, names)
     else:
-        exchange.headers = headers._replace(length=len(message.request_body.body))
-    del message
-    await _route_body(exchange)
+        values = messages.headers_of(message.request_headers, names)
+    headers = exchange.inference_headers(values)
+    if headers is None:
+        await exchange.pass_through(phase, values)
+    elif exchange.steered and exchange.body_mode not in _SERVED_MODES:
+        _warn_of_body_mode()
+        await exchange.pass_through(phase, values)
+    elif not exchange.steered:
+        await _observe(exchange, message)
+    elif exchange.body_first:
+        skipped = messages.RESPONSE_SKIPPED in values
+        exchange.response_visible = not skipped or headers.endpoint is Endpoint.RESPONSES
+        _take_body(exchange, message)
+        del message  # as in Exchange.read
+        await _route_body(exchange)
+    elif message.request_headers.end_of_stream or not headers.readable:
+        exchange.body.whole = message.request_headers.end_of_stream
+        await exchange.write(await admit(exchange, phase))
+    elif exchange.full_duplex:
+        await _full_duplex(exchange)
+    else:
+        await _headers_first(exchange)
+
+
+def _take_body(exchange: Exchange, message: ProcessingRequest) -> None:
+    """Holds a whole body; of a compressed body, only the length counts."""
+    body, headers = message.request_body.body, exchange.headers
+    if headers.readable:
+        exchange.body.add(body)
+    else:
+        exchange.headers = headers._replace(length=len(body))
 
 
 async def _headers_first(exchange: Exchange) -> None:
-    """Serves a request whose headers come before its body. Reads the body only if it is needed.
+    """Asks Envoy for the body, unless it is large and the model is known.
 
     The reply to the headers tells Envoy whether to send the body and the response.
     """
-    headers = await _read_headers(exchange)
-    if headers is None:
-        return
-    large = (headers.length or 0) > LARGE_BODY
+    large = (exchange.headers.length or 0) > LARGE_BODY
     if large and (unread_model := exchange.only_model):
         await exchange.write(await admit(exchange, "request_headers", unread_model))
         return
-    await exchange.write(_request_body(exchange))
-    exchange.hold_body(await exchange.read("request_body"))
+    services = exchange.services
+    # The router needs the response if its budget of responses allows, if a failed replica may have
+    # recovered, or if the replica stores the response under an id.
+    exchange.response_visible = (
+        services.responses.takes(services.clock(), 1.0)
+        or services.fleet.eligibility.has_suspects
+        or exchange.endpoint is Endpoint.RESPONSES
+    )
+    with_response = messages.proceed("request_headers")
+    await exchange.write(with_response if exchange.response_visible else messages.BODY_ONLY)
+    _take_body(exchange, await exchange.read("request_body"))
     await _route_body(exchange)
 
 
@@ -102,8 +124,6 @@ async def _full_duplex(exchange: Exchange) -> None:
     A gateway has no fallback of its own. The router answers the headers after it has read the body,
     which comes in chunks. The replies then return the whole body to Envoy, chunk by chunk.
     """
-    if await _read_headers(exchange) is None:
-        return
     trailers = await _read_chunks(exchange)
     reply = await admit(exchange, "request_headers")
     if trailers:
@@ -128,19 +148,18 @@ async def _read_chunks(exchange: Exchange) -> bool:
         NoMemory: memory is short, and the model is unknown.
         TooLarge: the model is not named in the first ``BODY_LIMIT_BYTES``.
     """
-    body, limit = exchange.body, LARGE_BODY
+    body, memory, limit = exchange.body, exchange.services.body_memory, LARGE_BODY
     while True:
         message = await exchange.read("request_body", "request_trailers")
         trailers: bool = message.WhichOneof("request") == "request_trailers"
-        body.whole = trailers or message.request_body.end_of_stream
-        body.add(message.request_body.body, more_comes=not body.whole)
+        body.add(message.request_body.body, trailers or message.request_body.end_of_stream)
         if body.whole:
             return trailers
-        short = exchange.services.body_memory.free < 0
-        if not short and len(body) < limit:
+        short = memory.free < 0
+        if not short and body.size < limit:
             continue
         if exchange.only_model or names_model(exchange.headers.endpoint, body.data):
-            body.add(b"")  # the body awaits no further chunk: it must not be evicted
+            memory.resize(body, body.size)  # awaits no further chunk: must not be evicted
             return False
         if short:
             raise NoMemory
@@ -150,37 +169,8 @@ async def _read_chunks(exchange: Exchange) -> bool:
         limit = BODY_LIMIT_BYTES
 
 
-async def _read_headers(exchange: Exchange) -> RequestHeaders | None:
-    """Reads the headers. Returns None if the body is not needed: the request is answered, or left
-    to Envoy."""
-    request = await exchange.read("request_headers")
-    message = request.request_headers
-    values = messages.headers_of(message, header_names(exchange.services.config.headers))
-    headers = exchange.inference_headers(values)
-    if headers is None or _has_unserved_mode(exchange):
-        await exchange.pass_through("request_headers", values)
-        return None
-    if not exchange.steered:
-        await _observe(exchange, request)
-        return None
-    if message.end_of_stream or not headers.readable:
-        exchange.body.whole = message.end_of_stream
-        await exchange.write(await admit(exchange, "request_headers"))
-        return None
-    return headers
-
-
-def _has_unserved_mode(exchange: Exchange) -> bool:
-    """True if the body mode lets Envoy forward a request before the router has the whole body."""
-    unserved = exchange.steered and exchange.body_mode not in _SERVED_MODES
-    if unserved:
-        _warn_of_body_mode()
-    return unserved
-
-
 @cache
 def _warn_of_body_mode() -> None:
-
     logger.error(
         "request_body_mode of an Envoy is neither BUFFERED nor FULL_DUPLEX_STREAMED: Envoy's "
         "fallback policy chooses the replicas; run 'extproc check --envoy YOUR.yaml'"
@@ -201,9 +191,8 @@ async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
             case "request_body":
                 # If trailers follow a buffered body, Envoy does not set ``end_of_stream``.
                 buffered = exchange.body_mode == messages.BUFFERED
-                body.whole = buffered or message.request_body.end_of_stream
-                body.add(message.request_body.body, more_comes=not body.whole)
-                enough = len(body) >= LARGE_BODY or exchange.services.body_memory.free < 0
+                body.add(message.request_body.body, buffered or message.request_body.end_of_stream)
+                enough = body.size >= LARGE_BODY or exchange.services.body_memory.free < 0
             case "request_trailers":
                 body.whole = True
             case _:
@@ -216,7 +205,7 @@ async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
             break
         message = await exchange.next()
     if not headers.readable:
-        exchange.headers = headers._replace(length=len(body) or headers.length)
+        exchange.headers = headers._replace(length=body.size or headers.length)
         body.release()
     observe(exchange)
 
@@ -229,19 +218,3 @@ async def _route_body(exchange: Exchange) -> None:
     else:
         body.release()
     await exchange.write(reply)
-
-
-def _request_body(exchange: Exchange) -> bytes:
-    """Returns the reply to the headers, which asks for the body and, if needed, for the response.
-
-    The router needs a response if its budget of responses allows, if a failed replica may have
-    recovered, or if the replica stores the response under an id.
-    """
-    services = exchange.services
-    exchange.response_visible = (
-        services.responses.takes(services.clock(), 1.0)
-        or services.fleet.eligibility.has_suspects
-        or exchange.endpoint is Endpoint.RESPONSES
-    )
-    with_response = messages.proceed("request_headers")
-    return with_response if exchange.response_visible else messages.BODY_ONLY

@@ -8,15 +8,17 @@ from pydantic_core import to_json
 from extproc.request.endpoint import Endpoint
 
 _MOST_NAMED = 50  # models named in a message
+_RETRIED = 429, 503  # statuses of refusals that tell the client when to try again
 _LONGEST_S = 3600.0  # of ``retry-after``
-_ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",  # Anthropic's own status is 529
+_TYPES = {
+    400: ("invalid_request_error", "invalid_request_error"),
+    404: ("invalid_request_error", "not_found_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    503: ("service_unavailable_error", "overloaded_error"),  # Anthropic's own status is 529
 }
-"""Type of an error in Anthropic's form, by status (https://docs.claude.com/en/api/errors)."""
+"""Status → types of the error in the forms of OpenAI and Anthropic
+(https://docs.claude.com/en/api/errors)."""
 
 
 class Refusal(Exception):  # noqa: N818 - an answer to the client
@@ -26,11 +28,10 @@ class Refusal(Exception):  # noqa: N818 - an answer to the client
         message: text for the client.
         param: the field of the body that is wrong, if any.
         code: the reason, in a form for programs, as in OpenAI's API.
-        retry_after: seconds, rounded up, at least 1 and at most 3600; 0: the class's default.
+        retry_after: seconds for ``_RETRIED``, rounded up, at least 1 and at most 3600.
     """
 
-    status = 500  # of the HTTP answer
-    kind = "internal_error"  # ``type`` of the error in OpenAI's form
+    status: int  # of the HTTP answer
     retry_after = 0  # seconds; 0: no header
 
     def __init__(
@@ -43,22 +44,25 @@ class Refusal(Exception):  # noqa: N818 - an answer to the client
         super().__init__(message)
         self.param = param
         self.code = code
-        if retry_after:
+        if self.status in _RETRIED:
             self.retry_after = ceil(min(max(retry_after, 1.0), _LONGEST_S))
+
+    @property
+    def reason(self) -> str:
+        """Reason in metrics and records: the code or else the type of the error."""
+        return self.code or _TYPES[self.status][0]
 
 
 class BadRequest(Refusal):
     """The body is wrong for any model and replica."""
 
     status = 400
-    kind = "invalid_request_error"
 
 
 class NoModel(Refusal):
     """No replica serves the model."""
 
     status = 404
-    kind = "invalid_request_error"
 
     def __init__(self, model: str, known: Sequence[str]) -> None:
         named = ", ".join(f"`{name}`" for name in known[:_MOST_NAMED])
@@ -71,23 +75,19 @@ class NoReplica(Refusal):
     """No replica can serve the request now."""
 
     status = 503
-    kind = "service_unavailable_error"
-    retry_after = 1
 
 
 class Saturated(Refusal):
     """The replicas are so busy that the request would wait too long."""
 
     status = 429
-    kind = "rate_limit_error"
-    retry_after = 1
 
 
 def error_body(error: Refusal, endpoint: Endpoint | None = None) -> bytes:
     """Return the JSON body of the answer, in the form of Anthropic's or OpenAI's endpoints."""
+    kind, anthropic_kind = _TYPES[error.status]
     if endpoint in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS):
-        kind = _ANTHROPIC_TYPES.get(error.status, "api_error")
-        described = {"type": kind, "message": str(error)}
+        described = {"type": anthropic_kind, "message": str(error)}
         return to_json({"type": "error", "error": described})
-    described = {"message": str(error), "type": error.kind}
+    described = {"message": str(error), "type": kind}
     return to_json({"error": described | {"param": error.param, "code": error.code}})

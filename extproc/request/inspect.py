@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 from extproc.request.body import decode, ending, readable, tokens_per_byte
 from extproc.request.endpoint import Endpoint, invoked
@@ -26,7 +25,6 @@ from extproc.request.tokens import TokenCounter
 
 _LONGEST_NAME = 512  # characters of a model's name, which is kept with every decision
 _LONGEST_ID = 128  # characters of a response's id; vLLM's ids have 21
-_MAX_LENGTH = 2**40  # bytes of a body, whatever its header says
 
 
 def inspect(
@@ -54,7 +52,7 @@ def inspect(
     Raises:
         BadRequest: the body is not a JSON object, or the model in the body is not a name.
     """
-    whole = max(len(body), min(content_length or 0, _MAX_LENGTH))
+    whole = max(len(body), content_length or 0)
     if endpoint.takes_audio:
         return of_form(endpoint, body, whole, tokens, model_of)
     part = readable(body)
@@ -71,41 +69,40 @@ def inspect(
     reading = read(endpoint, fields)
     limit = positive_int(fields.get("truncate_prompt_tokens"))
     exact = None if cut or limit else tokens.exact(endpoint, fields, model, reading.size)
-    size = _Size(exact.tokens) if exact else _measure(reading, part, limit, model, tokens)
-    if cut:
-        density = tokens_per_byte(part, 1 / tokens.bytes_per_token(model))
-        missing = round((whole - len(part)) * density)
-        size = size._replace(tokens=size.tokens + missing, bytes=0, images=0)
     sampling = sampling_of(endpoint, fields)
     bound = output_bound(endpoint, sampling)
-    prompt_tokens = min(size.tokens, MAX_TOKENS)
-    prefix = NO_PREFIX
-    if endpoint.decodes and not (cut or previous or (limit and size.tokens >= limit)):
-        prefix = _prefix(reading, exact, size.tokens, model, fields.get("cache_salt"))
-    if not prefix.tokens:
-        # Without keys, too, the prompt takes space in the replica's prefix cache.
-        prefix = replace(NO_PREFIX, tokens=float(prompt_tokens))
     stream, responses = flag(fields.get("stream")), endpoint is Endpoint.RESPONSES
-    return RequestProfile(
+    profile = RequestProfile(
         endpoint=endpoint,
         model=model,
         requested_model=requested,
-        prompt_tokens=prompt_tokens,
-        prompt_bytes=0 if previous else size.bytes,  # the report includes earlier turns
+        prompt_tokens=exact.tokens if exact else 0,
+        prompt_bytes=0,
         output_bound=bound,
         sequences=sequences(endpoint, sampling, bound, reading.prompts),
         prompts=min(reading.prompts, MAX_SEQUENCES),
         stream=stream,
         least_output=least_output(sampling, bound),
-        longest_share=size.longest_share,
-        images=0 if previous else size.images,
-        image_tokens=size.image_tokens,
         previous_response=previous,
         claims_priority=cut or "priority" in fields,
         stored=responses and flag(fields.get("store", True)),
         in_background=responses and flag(fields.get("background")) and not stream,
-        prefix=prefix,
     )
+    if not exact:
+        _measure(profile, reading, part, limit, tokens)
+    if cut:
+        density = tokens_per_byte(part, 1 / tokens.bytes_per_token(model))
+        profile.prompt_tokens += round((whole - len(part)) * density)
+    if cut or previous:  # the replica reports more tokens than those of this prompt
+        profile.prompt_bytes = profile.images = 0
+    profile.prompt_tokens = min(profile.prompt_tokens, MAX_TOKENS)
+    truncated = limit is not None and profile.prompt_tokens >= limit
+    if endpoint.decodes and not (cut or previous or truncated):
+        profile.prefix = _prefix(reading, exact, profile, fields.get("cache_salt"))
+    if not profile.prefix.tokens:
+        # Without keys, too, the prompt takes space in the replica's prefix cache.
+        profile.prefix = replace(NO_PREFIX, tokens=float(profile.prompt_tokens))
+    return profile
 
 
 def _previous_response(endpoint: Endpoint, fields: dict[str, object]) -> str:
@@ -145,34 +142,23 @@ def _model(fields: dict[str, object]) -> str:
 
 
 def _prefix(
-    reading: Reading, exact: TokenizedPrompt | None, tokens: int, model: str, salt: object
+    reading: Reading, exact: TokenizedPrompt | None, profile: RequestProfile, salt: object
 ) -> Prefix:
     salt = salt if isinstance(salt, str) else ""
     if reading.prompts > 1 or len(salt) > _LONGEST_NAME:
         return NO_PREFIX
-    seed = seed_of(model, salt)
+    seed = seed_of(profile.model, salt)
     [(prompt, _)] = reading.pieces
-    prefix = exact.prefix(seed) if exact else prompt.prefix(tokens, seed)
+    prefix = exact.prefix(seed) if exact else prompt.prefix(profile.prompt_tokens, seed)
     return replace(prefix, salt=salt) if salt else prefix
 
 
-class _Size(NamedTuple):
-    """Size of a request's prompts, as fields of the profile.
-
-    When the replica reports the prompt's tokens, the last three fields serve to learn ratios.
-    """
-
-    tokens: int
-    longest_share: float = 1.0
-    bytes: int = 0
-    images: int = 0
-    image_tokens: int = 0
-
-
 def _measure(
-    reading: Reading, body: bytes, limit: int | None, model: str, counter: TokenCounter
-) -> _Size:
-    share, tokens, images, media, of_text = reading.longest_share, 0, 0, 0, True
+    profile: RequestProfile, reading: Reading, body: bytes, limit: int | None, counter: TokenCounter
+) -> None:
+    """Set the size of a request's prompts, and the sizes from which ratios are learned once the
+    replica has reported the tokens."""
+    model, tokens, images, media, of_text = profile.model, 0, 0, 0, True
     for prompt, times in reading.pieces:
         tokens += prompt.count(counter, model) * times
         images += prompt.images * times
@@ -180,17 +166,17 @@ def _measure(
         of_text = of_text and times == 1 and bool(prompt.texts)
     if not tokens and not reading.size:  # no prompt was found
         tokens = _by_length(body, model, counter)
+    profile.prompt_tokens, profile.longest_share = tokens, reading.longest_share
     if limit:
-        read_tokens = min(tokens, limit * reading.prompts)
-        return _Size(read_tokens, min(share * tokens, limit) / max(read_tokens, 1))
-    if images and not media:
-        image_tokens = images * counter.image_tokens(model)
-        return _Size(tokens, share, images=images, image_tokens=image_tokens)
-    if media or not of_text:
-        return _Size(tokens, share)
-    # The replica will report all tokens, including those of token ids and template. ``bytes``
-    # counts these two at the present ratio, so that they do not change the learned ratio.
-    return _Size(tokens, share, bytes=round(tokens * counter.bytes_per_token(model)))
+        profile.prompt_tokens = min(tokens, limit * reading.prompts)
+        longest = min(reading.longest_share * tokens, limit)
+        profile.longest_share = longest / max(profile.prompt_tokens, 1)
+    elif images and not media:
+        profile.images, profile.image_tokens = images, images * counter.image_tokens(model)
+    elif of_text and not media:
+        # The replica will report all tokens, including those of token ids and template. The bytes
+        # count these two at the present ratio, so that they do not change the learned ratio.
+        profile.prompt_bytes = round(tokens * counter.bytes_per_token(model))
 
 
 def _by_length(body: bytes, model: str, counter: TokenCounter) -> int:

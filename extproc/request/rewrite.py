@@ -7,7 +7,7 @@ from itertools import islice
 import msgspec
 from pydantic_core import to_json
 
-from extproc.request.body import decode, readable, without_mark
+from extproc.request.body import decode, readable
 from extproc.request.endpoint import Endpoint
 from extproc.request.errors import BadRequest
 from extproc.request.media import model_in_form
@@ -21,15 +21,15 @@ def rename(endpoint: Endpoint, body: bytes, name: str) -> bytes:
     """Replace the model's name in ``body``; all other values keep their bytes. A body without a
     model, or one that cannot be read, stays unchanged.
 
-    If the body is cut off, or has values such as NaN that JSON lacks, a text search finds the name;
-    a decoder then checks that the renamed body names the new model.
+    If the body is cut off, or has a byte order mark or values such as NaN that JSON lacks, a text
+    search finds the name; a decoder then checks that the renamed body names the new model.
     """
     if endpoint.takes_audio:
         span = model_in_form(body)
         return body if span is None else _spliced(body, span, name.encode())
     written = to_json(name)
     try:
-        fields = _FIELDS.decode(without_mark(body))
+        fields = _FIELDS.decode(body)
     except (msgspec.DecodeError, RecursionError):
         for found in islice(_NAMED.finditer(body), _TRIES):
             renamed = _spliced(body, found.span(1), written)

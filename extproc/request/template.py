@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,24 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 class ChatTemplate:
     """Jinja template that renders a conversation as text, special tokens included.
 
+    Args:
+        folder: folder with a model's tokenizer and template.
+
     Raises:
-        ValueError: ``source`` is no Jinja template.
+        OSError, ValueError: the folder has no template, or the template cannot be read.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path) -> None:
+        file = folder / "tokenizer_config.json"
+        config = json.loads(file.read_text()) if file.is_file() else {}
+        file = folder / "chat_template.jinja"
+        source = file.read_text() if file.is_file() else config.get("chat_template")
+        if not isinstance(source, str):
+            raise ValueError("neither chat_template.jinja nor a template in tokenizer_config.json")
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = time.strftime
         try:
@@ -33,30 +42,15 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ValueError(f"not a Jinja template: {error}") from None
-        self._special_tokens = dict(special_tokens)
+        tokens = {name: _content(config.get(name)) for name in _SPECIAL}
+        self._special = {name: token for name, token in tokens.items() if token is not None}
         # A template that loops over a content takes a list of parts; others print the content.
         self.takes_parts = any(_of_content(loop.iter) for loop in parsed.find_all(nodes.For))
-
-    @classmethod
-    def of_folder(cls, folder: Path) -> "ChatTemplate":
-        """Read the template beside a model's tokenizer.
-
-        Raises:
-            OSError, ValueError: the folder has no template, or the template cannot be read.
-        """
-        file = folder / "tokenizer_config.json"
-        config = json.loads(file.read_text()) if file.is_file() else {}
-        file = folder / "chat_template.jinja"
-        source = file.read_text() if file.is_file() else config.get("chat_template")
-        if not isinstance(source, str):
-            raise ValueError("neither chat_template.jinja nor a template in tokenizer_config.json")
-        special = {name: _content(config.get(name)) for name in _SPECIAL}
-        return cls(source, {name: token for name, token in special.items() if token is not None})
 
     def render(self, variables: dict[str, Any]) -> str | None:
         """Return the text of a conversation, or None if the template rejects it."""
         try:
-            return self._template.render(self._special_tokens | variables)
+            return self._template.render(self._special | variables)
         except Exception:  # a template may fail in any way on a client's input
             return None
 
@@ -70,12 +64,6 @@ class _Generation(Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
-
-
-def _to_json(
-    value: object, ensure_ascii: bool = False, indent: int | None = None, **how: Any
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **how)
 
 
 def _raise(message: str) -> None:

@@ -128,7 +128,7 @@ def _load(model: str, folder: Path) -> "ExactPrompts":
     tokenizer.no_truncation()
     tokenizer.no_padding()
     try:
-        return ExactPrompts(tokenizer, ChatTemplate.of_folder(folder))
+        return ExactPrompts(tokenizer, ChatTemplate(folder))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"request.tokenizers: model {model!r} has no chat template that can be read: {folder}: "

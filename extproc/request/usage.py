@@ -50,8 +50,7 @@ class UsageReader:
     def __init__(self, endpoint: Endpoint) -> None:
         self.generating = False  # the first token has come
         self._prelude = _PRELUDE.get(endpoint, 0)  # events still to come before the first token
-        self._carry = b""
-        self._open: bytes | None = None  # bytes of an incomplete usage object; None: there is none
+        self._carry = b""  # last bytes read: perhaps the beginning of a mark, or of a usage object
         self._reported: dict[str, int] = {}
         self._streamed: bool | None = None
         self._counts = dict.fromkeys(_COUNTED, 0)
@@ -68,14 +67,13 @@ class UsageReader:
         if self._streamed:
             for mark in _COUNTED:
                 self._counts[mark] += window.count(mark, start)
-        if self._open is not None:
-            self._read((self._open + chunk)[:_MAX_USAGE])
+        self._carry = window[1 - len(_USAGE) :]
         at = window.find(_USAGE)
         while at >= 0:
-            at += len(_USAGE)
-            self._read(window[at : at + _MAX_USAGE])
-            at = window.find(_USAGE, at)
-        self._carry = window[1 - len(_USAGE) :]
+            begin = at + len(_USAGE)
+            if not self._read(window[begin : begin + _MAX_USAGE]):
+                self._carry = window[at:]
+            at = window.find(_USAGE, begin)
 
     def usage(self) -> ReportedUsage | None:
         """Return the usage read so far; None: the response had neither a usage figure nor a
@@ -87,20 +85,17 @@ class UsageReader:
             return None
         return ReportedUsage(prompt, completion or events, self._reported.get("cached"))
 
-    def _read(self, value: bytes) -> None:
-        """Read the usage object at the beginning of ``value``; keep an incomplete object for the
-        next chunk."""
-        value = value.lstrip()
-        self._open = value if value[:1] in (b"", b"{") and len(value) < _MAX_USAGE else None
-        if b"}" not in value:
-            return
+    def _read(self, value: bytes) -> bool:
+        """Read the usage object at the beginning of ``value``; return False if the object may go on
+        in the next chunk."""
+        text = value.lstrip().decode("latin-1")
         try:
-            usage = _decode(value.decode("latin-1"))[0]
+            usage, _ = _decode(text)
         except (ValueError, RecursionError):
-            return
-        self._open = None
+            return text[:1] not in ("", "{") or len(value) == _MAX_USAGE
         if isinstance(usage, dict):
             self._take(usage)
+        return True
 
     def _take(self, usage: dict[str, object]) -> None:
         prompt = _first(usage, "prompt_tokens", "input_tokens")
@@ -121,23 +116,11 @@ def _first(usage: dict[str, object], *names: str) -> int | None:
     return next((n for n in values if type(n) is int and 0 <= n <= MAX_TOKENS), None)
 
 
+HEAD_BYTES = 4_096  # of a response, which contain its id: vLLM's JSON and streams begin with it
 _ID = re.compile(rb'"id":\s*"(resp_[^"\\]{1,123})"')
-_WITHIN = 4_096  # first bytes, which contain the id: vLLM's JSON and streams begin with it
 
 
-class ResponseIdReader:
-    """Reads the id of a stored response from the beginning of a body, in chunks split anywhere."""
-
-    def __init__(self) -> None:
-        self._head: bytes | None = b""  # None: the id was found, or the body has none
-
-    def feed(self, chunk: bytes) -> str | None:
-        """Read the next bytes of the body. The call that completes the id returns it; all others
-        return None."""
-        if self._head is None:
-            return None
-        self._head += chunk[: _WITHIN - len(self._head)]
-        found = _ID.search(self._head)
-        if found or len(self._head) >= _WITHIN:
-            self._head = None
-        return found[1].decode(errors="replace") if found else None
+def response_id(head: bytes) -> str | None:
+    """Return the id of a stored response, if the beginning of its body has the whole id."""
+    found = _ID.search(head)
+    return found[1].decode(errors="replace") if found else None

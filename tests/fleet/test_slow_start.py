@@ -8,7 +8,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.predict.inputs import usual_step
 from extproc.predict.step import profile_or_default
-from extproc.proxy.app import apply
+from extproc.proxy.sharing import apply
 from extproc.share.replicas import Snapshot
 from tests.fakes import A10, H100, MODEL, ManualClock, chat, fleet_of, replica, state
 
@@ -95,11 +95,10 @@ def test_first_replicas_of_a_pool_have_no_limit(clock: ManualClock) -> None:
         fleet.dispatch(NEW, chat(10, 10))
 
 
-async def test_replicas_of_the_first_snapshot_have_no_limit(clock: ManualClock) -> None:
+def test_replicas_of_the_first_snapshot_have_no_limit(clock: ManualClock) -> None:
     fleet = fleet_of(clock)
-    await apply(
-        Snapshot((state(1, A10, clock, measured=True), state(3, A10, clock, measured=False))), fleet
-    )
+    states = (state(1, A10, clock, measured=True), state(3, A10, clock, measured=False))
+    list(apply(fleet, Snapshot(states)))
     for _ in range(20):
         assert NEW in fleet.view(MODEL).ids
         fleet.dispatch(NEW, chat(10, 10))

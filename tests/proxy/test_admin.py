@@ -9,10 +9,11 @@ import pytest
 from aiohttp import ClientSession
 from prometheus_client import CollectorRegistry
 
+from extproc.ground.runtime import in_turns
 from extproc.observe.admin import serve_admin
 from extproc.proxy.admin import admin_routes
-from extproc.proxy.app import apply
 from extproc.proxy.services import Services
+from extproc.proxy.sharing import apply
 from extproc.share.replicas import Snapshot
 from tests.fakes import ManualClock, chat, fleet_of
 from tests.large import REPLICAS, assert_event_loop_is_free, thousand_states
@@ -28,7 +29,7 @@ async def large(services: Services) -> Services:
     machine the first replicas would otherwise be stale before the last are added."""
     clock = ManualClock()
     services = on_fleet(services, fleet_of(clock), clock=clock)
-    await apply(Snapshot(thousand_states()), services.fleet)
+    await in_turns(apply(services.fleet, Snapshot(thousand_states())))
     for number in range(DECISIONS):
         decision = services.router.decide(chat(500, 200))
         assert decision is not None

@@ -5,12 +5,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from extproc.fleet.fleet import Fleet
-from extproc.ground.clock import wall
+from extproc.ground.clock import monotonic, wall
+from extproc.observe.history import Delays
+from extproc.observe.metrics import RouterMetrics
 from extproc.predict.lengths import OutputLengths
-from extproc.proxy.app import follow_state
+from extproc.proxy.sharing import share
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
 from extproc.share.replicas import StateWriter
@@ -30,7 +33,8 @@ SKEW_S = 120.0
 async def following(server: RedisServer) -> AsyncIterator[Fleet]:
     """A fleet that follows the states in Redis."""
     fleet = Fleet(OutputLengths())
-    task = asyncio.create_task(follow_state(config_of(redis={"url": server.url}), fleet))
+    config, metrics = config_of(redis={"url": server.url}), RouterMetrics(CollectorRegistry())
+    task = asyncio.create_task(share(config, fleet, metrics, Delays(monotonic)))
     try:
         yield fleet
     finally:

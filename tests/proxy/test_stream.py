@@ -215,7 +215,7 @@ async def play(events: list[tuple[Any, Any]]) -> None:
                 for message in SOME[event]:
                     await call.write(bytes(message))
         await settle()
-        held = sum(len(exchange.body) for exchange in exchanges)
+        held = sum(exchange.body.size for exchange in exchanges)
         assert services.body_memory.free == MEMORY - held
     for call in reversed(begun):  # a waiting request before the request that it waits for
         call.cancel()

@@ -317,7 +317,7 @@ def test_missing_bytes_of_an_image_are_not_text() -> None:
     assert (got.images, got.fetches) == (0, True)
 
 
-@pytest.mark.parametrize(("length", "tokens"), [(10**400, 10_000_000), (-1, 0), (None, 0)])
+@pytest.mark.parametrize(("length", "tokens"), [(10**15, 10_000_000), (-1, 0), (None, 0)])
 def test_absurd_content_length_is_bounded(length: int | None, tokens: int) -> None:
     got = inspect(E.SCORE, b"", counter(), partial=True, content_length=length)
     assert got.prompt_tokens == tokens

@@ -11,7 +11,6 @@ from extproc.config import Config
 from extproc.fleet.announcements import SentPrompt
 from extproc.fleet.digest import EVERY_S, Digest
 from extproc.fleet.ledger import Ticket
-from extproc.fleet.members import ModelNames
 from extproc.lab.replay import Traced
 from extproc.lab.simulator.steps import Sequence as EngineSequence
 from extproc.proxy.services import CHUNKS_SAVED_S, RESERVED_FOR_ADAPTERS, Budget, routing
@@ -125,8 +124,7 @@ class RouterNode:
     """Router of the simulation, with a callback for each event of a request."""
 
     def __init__(self, config: Config, random: Random, clock: VirtualClock) -> None:
-        names = ModelNames(config.route.models)
-        self.queue, self.router = routing(config, names, random, clock, clock)
+        self.queue, self.router = routing(config, random, clock, clock)
         self.fleet = self.router.fleet
         self._chunks = Budget(config.serve.chunks_per_s, CHUNKS_SAVED_S)
         self._clock = clock

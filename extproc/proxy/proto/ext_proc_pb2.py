@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0e\x65xt_proc.proto\x12\x0f\x65xtproc.wire.v3\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\"<\n\x0bHeaderValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x11\n\traw_value\x18\x03 \x01(\x0c\":\n\tHeaderMap\x12-\n\x07headers\x18\x01 \x03(\x0b\x32\x1c.extproc.wire.v3.HeaderValue\"X\n\x11HeaderValueOption\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.extproc.wire.v3.HeaderValue\x12\x15\n\rappend_action\x18\x03 \x01(\x05\"Q\n\x0bHttpHeaders\x12+\n\x07headers\x18\x01 \x01(\x0b\x32\x1a.extproc.wire.v3.HeaderMap\x12\x15\n\rend_of_stream\x18\x03 \x01(\x08\"/\n\x08HttpBody\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"<\n\x0cHttpTrailers\x12,\n\x08trailers\x18\x01 \x01(\x0b\x32\x1a.extproc.wire.v3.HeaderMap\"\xa2\x01\n\x08Metadata\x12\x46\n\x0f\x66ilter_metadata\x18\x01 \x03(\x0b\x32-.extproc.wire.v3.Metadata.FilterMetadataEntry\x1aN\n\x13\x46ilterMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct:\x02\x38\x01\"\x85\x01\n\x15ProtocolConfiguration\x12\x19\n\x11request_body_mode\x18\x01 \x01(\x05\x12\x1a\n\x12response_body_mode\x18\x02 \x01(\x05\x12\x35\n-send_body_without_waiting_for_header_response\x18\x03 \x01(\x08\"\x90\x01\n\nAttributes\x12\x37\n\x06\x66ields\x18\x01 \x03(\x0b\x32\'.extproc.wire.v3.Attributes.FieldsEntry\x1aI\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.extproc.wire.v3.Attribute:\x02\x38\x01\"7\n\tAttribute\x12\x14\n\x0cnumber_value\x18\x02 \x01(\x01\x12\x14\n\x0cstring_value\x18\x03 \x01(\x0c\"\x99\x05\n\x11ProcessingRequest\x12\x37\n\x0frequest_headers\x18\x02 \x01(\x0b\x32\x1c.extproc.wire.v3.HttpHeadersH\x00\x12\x38\n\x10response_headers\x18\x03 \x01(\x0b\x32\x1c.extproc.wire.v3.HttpHeadersH\x00\x12\x31\n\x0crequest_body\x18\x04 \x01(\x0b\x32\x19.extproc.wire.v3.HttpBodyH\x00\x12\x32\n\rresponse_body\x18\x05 \x01(\x0b\x32\x19.extproc.wire.v3.HttpBodyH\x00\x12\x39\n\x10request_trailers\x18\x06 \x01(\x0b\x32\x1d.extproc.wire.v3.HttpTrailersH\x00\x12:\n\x11response_trailers\x18\x07 \x01(\x0b\x32\x1d.extproc.wire.v3.HttpTrailersH\x00\x12\x33\n\x10metadata_context\x18\x08 \x01(\x0b\x32\x19.extproc.wire.v3.Metadata\x12\x46\n\nattributes\x18\t \x03(\x0b\x32\x32.extproc.wire.v3.ProcessingRequest.AttributesEntry\x12\x1a\n\x12observability_mode\x18\n \x01(\x08\x12?\n\x0fprotocol_config\x18\x0b \x01(\x0b\x32&.extproc.wire.v3.ProtocolConfiguration\x1aN\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12*\n\x05value\x18\x02 \x01(\x0b\x32\x1b.extproc.wire.v3.Attributes:\x02\x38\x01\x42\t\n\x07request\"a\n\x0eHeaderMutation\x12\x37\n\x0bset_headers\x18\x01 \x03(\x0b\x32\".extproc.wire.v3.HeaderValueOption\x12\x16\n\x0eremove_headers\x18\x02 \x03(\t\";\n\x14StreamedBodyResponse\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"\x84\x01\n\x0c\x42odyMutation\x12\x0e\n\x04\x62ody\x18\x01 \x01(\x0cH\x00\x12\x14\n\nclear_body\x18\x02 \x01(\x08H\x00\x12\x42\n\x11streamed_response\x18\x03 \x01(\x0b\x32%.extproc.wire.v3.StreamedBodyResponseH\x00\x42\n\n\x08mutation\"\xab\x01\n\x0e\x43ommonResponse\x12\x0e\n\x06status\x18\x01 \x01(\x05\x12\x38\n\x0fheader_mutation\x18\x02 \x01(\x0b\x32\x1f.extproc.wire.v3.HeaderMutation\x12\x34\n\rbody_mutation\x18\x03 \x01(\x0b\x32\x1d.extproc.wire.v3.BodyMutation\x12\x19\n\x11\x63lear_route_cache\x18\x05 \x01(\x08\"D\n\x0fHeadersResponse\x12\x31\n\x08response\x18\x01 \x01(\x0b\x32\x1f.extproc.wire.v3.CommonResponse\"A\n\x0c\x42odyResponse\x12\x31\n\x08response\x18\x01 \x01(\x0b\x32\x1f.extproc.wire.v3.CommonResponse\"L\n\x10TrailersResponse\x12\x38\n\x0fheader_mutation\x18\x01 \x01(\x0b\x32\x1f.extproc.wire.v3.HeaderMutation\"\x1a\n\nHttpStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\"\x91\x01\n\x11ImmediateResponse\x12+\n\x06status\x18\x01 \x01(\x0b\x32\x1b.extproc.wire.v3.HttpStatus\x12\x30\n\x07headers\x18\x02 \x01(\x0b\x32\x1f.extproc.wire.v3.HeaderMutation\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\x12\x0f\n\x07\x64\x65tails\x18\x05 \x01(\t\"\xbf\x01\n\x0eProcessingMode\x12\x1b\n\x13request_header_mode\x18\x01 \x01(\x05\x12\x1c\n\x14response_header_mode\x18\x02 \x01(\x05\x12\x19\n\x11request_body_mode\x18\x03 \x01(\x05\x12\x1a\n\x12response_body_mode\x18\x04 \x01(\x05\x12\x1c\n\x14request_trailer_mode\x18\x05 \x01(\x05\x12\x1d\n\x15response_trailer_mode\x18\x06 \x01(\x05\"\xf3\x04\n\x12ProcessingResponse\x12;\n\x0frequest_headers\x18\x01 \x01(\x0b\x32 .extproc.wire.v3.HeadersResponseH\x00\x12<\n\x10response_headers\x18\x02 \x01(\x0b\x32 .extproc.wire.v3.HeadersResponseH\x00\x12\x35\n\x0crequest_body\x18\x03 \x01(\x0b\x32\x1d.extproc.wire.v3.BodyResponseH\x00\x12\x36\n\rresponse_body\x18\x04 \x01(\x0b\x32\x1d.extproc.wire.v3.BodyResponseH\x00\x12=\n\x10request_trailers\x18\x05 \x01(\x0b\x32!.extproc.wire.v3.TrailersResponseH\x00\x12>\n\x11response_trailers\x18\x06 \x01(\x0b\x32!.extproc.wire.v3.TrailersResponseH\x00\x12@\n\x12immediate_response\x18\x07 \x01(\x0b\x32\".extproc.wire.v3.ImmediateResponseH\x00\x12\x31\n\x10\x64ynamic_metadata\x18\x08 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x36\n\rmode_override\x18\t \x01(\x0b\x32\x1f.extproc.wire.v3.ProcessingMode\x12;\n\x18override_message_timeout\x18\n \x01(\x0b\x32\x19.google.protobuf.DurationB\n\n\x08responseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0e\x65xt_proc.proto\x12\x0f\x65xtproc.wire.v3\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\"<\n\x0bHeaderValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x11\n\traw_value\x18\x03 \x01(\x0c\":\n\tHeaderMap\x12-\n\x07headers\x18\x01 \x03(\x0b\x32\x1c.extproc.wire.v3.HeaderValue\"X\n\x11HeaderValueOption\x12,\n\x06header\x18\x01 \x01(\x0b\x32\x1c.extproc.wire.v3.HeaderValue\x12\x15\n\rappend_action\x18\x03 \x01(\x05\"Q\n\x0bHttpHeaders\x12+\n\x07headers\x18\x01 \x01(\x0b\x32\x1a.extproc.wire.v3.HeaderMap\x12\x15\n\rend_of_stream\x18\x03 \x01(\x08\"/\n\x08HttpBody\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"\n\n\x08Trailers\"\xa2\x01\n\x08Metadata\x12\x46\n\x0f\x66ilter_metadata\x18\x01 \x03(\x0b\x32-.extproc.wire.v3.Metadata.FilterMetadataEntry\x1aN\n\x13\x46ilterMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct:\x02\x38\x01\"N\n\x15ProtocolConfiguration\x12\x19\n\x11request_body_mode\x18\x01 \x01(\x05\x12\x1a\n\x12response_body_mode\x18\x02 \x01(\x05\"\x90\x01\n\nAttributes\x12\x37\n\x06\x66ields\x18\x01 \x03(\x0b\x32\'.extproc.wire.v3.Attributes.FieldsEntry\x1aI\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.extproc.wire.v3.Attribute:\x02\x38\x01\"7\n\tAttribute\x12\x14\n\x0cnumber_value\x18\x02 \x01(\x01\x12\x14\n\x0cstring_value\x18\x03 \x01(\x0c\"\x91\x05\n\x11ProcessingRequest\x12\x37\n\x0frequest_headers\x18\x02 \x01(\x0b\x32\x1c.extproc.wire.v3.HttpHeadersH\x00\x12\x38\n\x10response_headers\x18\x03 \x01(\x0b\x32\x1c.extproc.wire.v3.HttpHeadersH\x00\x12\x31\n\x0crequest_body\x18\x04 \x01(\x0b\x32\x19.extproc.wire.v3.HttpBodyH\x00\x12\x32\n\rresponse_body\x18\x05 \x01(\x0b\x32\x19.extproc.wire.v3.HttpBodyH\x00\x12\x35\n\x10request_trailers\x18\x06 \x01(\x0b\x32\x19.extproc.wire.v3.TrailersH\x00\x12\x36\n\x11response_trailers\x18\x07 \x01(\x0b\x32\x19.extproc.wire.v3.TrailersH\x00\x12\x33\n\x10metadata_context\x18\x08 \x01(\x0b\x32\x19.extproc.wire.v3.Metadata\x12\x46\n\nattributes\x18\t \x03(\x0b\x32\x32.extproc.wire.v3.ProcessingRequest.AttributesEntry\x12\x1a\n\x12observability_mode\x18\n \x01(\x08\x12?\n\x0fprotocol_config\x18\x0b \x01(\x0b\x32&.extproc.wire.v3.ProtocolConfiguration\x1aN\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12*\n\x05value\x18\x02 \x01(\x0b\x32\x1b.extproc.wire.v3.Attributes:\x02\x38\x01\x42\t\n\x07request\"a\n\x0eHeaderMutation\x12\x37\n\x0bset_headers\x18\x01 \x03(\x0b\x32\".extproc.wire.v3.HeaderValueOption\x12\x16\n\x0eremove_headers\x18\x02 \x03(\t\"b\n\x0c\x42odyMutation\x12\x0e\n\x04\x62ody\x18\x01 \x01(\x0cH\x00\x12\x36\n\x11streamed_response\x18\x03 \x01(\x0b\x32\x19.extproc.wire.v3.HttpBodyH\x00\x42\n\n\x08mutation\"\x90\x01\n\x0e\x43ommonResponse\x12\x0e\n\x06status\x18\x01 \x01(\x05\x12\x38\n\x0fheader_mutation\x18\x02 \x01(\x0b\x32\x1f.extproc.wire.v3.HeaderMutation\x12\x34\n\rbody_mutation\x18\x03 \x01(\x0b\x32\x1d.extproc.wire.v3.BodyMutation\"A\n\x0c\x43ontinuation\x12\x31\n\x08response\x18\x01 \x01(\x0b\x32\x1f.extproc.wire.v3.CommonResponse\"\x1a\n\nHttpStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\"\x80\x01\n\x11ImmediateResponse\x12+\n\x06status\x18\x01 \x01(\x0b\x32\x1b.extproc.wire.v3.HttpStatus\x12\x30\n\x07headers\x18\x02 \x01(\x0b\x32\x1f.extproc.wire.v3.HeaderMutation\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\"\xbf\x01\n\x0eProcessingMode\x12\x1b\n\x13request_header_mode\x18\x01 \x01(\x05\x12\x1c\n\x14response_header_mode\x18\x02 \x01(\x05\x12\x19\n\x11request_body_mode\x18\x03 \x01(\x05\x12\x1a\n\x12response_body_mode\x18\x04 \x01(\x05\x12\x1c\n\x14request_trailer_mode\x18\x05 \x01(\x05\x12\x1d\n\x15response_trailer_mode\x18\x06 \x01(\x05\"\xdd\x04\n\x12ProcessingResponse\x12\x38\n\x0frequest_headers\x18\x01 \x01(\x0b\x32\x1d.extproc.wire.v3.ContinuationH\x00\x12\x39\n\x10response_headers\x18\x02 \x01(\x0b\x32\x1d.extproc.wire.v3.ContinuationH\x00\x12\x35\n\x0crequest_body\x18\x03 \x01(\x0b\x32\x1d.extproc.wire.v3.ContinuationH\x00\x12\x36\n\rresponse_body\x18\x04 \x01(\x0b\x32\x1d.extproc.wire.v3.ContinuationH\x00\x12\x35\n\x10request_trailers\x18\x05 \x01(\x0b\x32\x19.extproc.wire.v3.TrailersH\x00\x12\x36\n\x11response_trailers\x18\x06 \x01(\x0b\x32\x19.extproc.wire.v3.TrailersH\x00\x12@\n\x12immediate_response\x18\x07 \x01(\x0b\x32\".extproc.wire.v3.ImmediateResponseH\x00\x12\x31\n\x10\x64ynamic_metadata\x18\x08 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x36\n\rmode_override\x18\t \x01(\x0b\x32\x1f.extproc.wire.v3.ProcessingMode\x12;\n\x18override_message_timeout\x18\n \x01(\x0b\x32\x19.google.protobuf.DurationB\n\n\x08responseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,44 +49,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HTTPHEADERS']._serialized_end=390
   _globals['_HTTPBODY']._serialized_start=392
   _globals['_HTTPBODY']._serialized_end=439
-  _globals['_HTTPTRAILERS']._serialized_start=441
-  _globals['_HTTPTRAILERS']._serialized_end=501
-  _globals['_METADATA']._serialized_start=504
-  _globals['_METADATA']._serialized_end=666
-  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_start=588
-  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_end=666
-  _globals['_PROTOCOLCONFIGURATION']._serialized_start=669
-  _globals['_PROTOCOLCONFIGURATION']._serialized_end=802
-  _globals['_ATTRIBUTES']._serialized_start=805
-  _globals['_ATTRIBUTES']._serialized_end=949
-  _globals['_ATTRIBUTES_FIELDSENTRY']._serialized_start=876
-  _globals['_ATTRIBUTES_FIELDSENTRY']._serialized_end=949
-  _globals['_ATTRIBUTE']._serialized_start=951
-  _globals['_ATTRIBUTE']._serialized_end=1006
-  _globals['_PROCESSINGREQUEST']._serialized_start=1009
-  _globals['_PROCESSINGREQUEST']._serialized_end=1674
-  _globals['_PROCESSINGREQUEST_ATTRIBUTESENTRY']._serialized_start=1585
-  _globals['_PROCESSINGREQUEST_ATTRIBUTESENTRY']._serialized_end=1663
-  _globals['_HEADERMUTATION']._serialized_start=1676
-  _globals['_HEADERMUTATION']._serialized_end=1773
-  _globals['_STREAMEDBODYRESPONSE']._serialized_start=1775
-  _globals['_STREAMEDBODYRESPONSE']._serialized_end=1834
-  _globals['_BODYMUTATION']._serialized_start=1837
-  _globals['_BODYMUTATION']._serialized_end=1969
-  _globals['_COMMONRESPONSE']._serialized_start=1972
-  _globals['_COMMONRESPONSE']._serialized_end=2143
-  _globals['_HEADERSRESPONSE']._serialized_start=2145
-  _globals['_HEADERSRESPONSE']._serialized_end=2213
-  _globals['_BODYRESPONSE']._serialized_start=2215
-  _globals['_BODYRESPONSE']._serialized_end=2280
-  _globals['_TRAILERSRESPONSE']._serialized_start=2282
-  _globals['_TRAILERSRESPONSE']._serialized_end=2358
-  _globals['_HTTPSTATUS']._serialized_start=2360
-  _globals['_HTTPSTATUS']._serialized_end=2386
-  _globals['_IMMEDIATERESPONSE']._serialized_start=2389
-  _globals['_IMMEDIATERESPONSE']._serialized_end=2534
-  _globals['_PROCESSINGMODE']._serialized_start=2537
-  _globals['_PROCESSINGMODE']._serialized_end=2728
-  _globals['_PROCESSINGRESPONSE']._serialized_start=2731
-  _globals['_PROCESSINGRESPONSE']._serialized_end=3358
+  _globals['_TRAILERS']._serialized_start=441
+  _globals['_TRAILERS']._serialized_end=451
+  _globals['_METADATA']._serialized_start=454
+  _globals['_METADATA']._serialized_end=616
+  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_start=538
+  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_end=616
+  _globals['_PROTOCOLCONFIGURATION']._serialized_start=618
+  _globals['_PROTOCOLCONFIGURATION']._serialized_end=696
+  _globals['_ATTRIBUTES']._serialized_start=699
+  _globals['_ATTRIBUTES']._serialized_end=843
+  _globals['_ATTRIBUTES_FIELDSENTRY']._serialized_start=770
+  _globals['_ATTRIBUTES_FIELDSENTRY']._serialized_end=843
+  _globals['_ATTRIBUTE']._serialized_start=845
+  _globals['_ATTRIBUTE']._serialized_end=900
+  _globals['_PROCESSINGREQUEST']._serialized_start=903
+  _globals['_PROCESSINGREQUEST']._serialized_end=1560
+  _globals['_PROCESSINGREQUEST_ATTRIBUTESENTRY']._serialized_start=1471
+  _globals['_PROCESSINGREQUEST_ATTRIBUTESENTRY']._serialized_end=1549
+  _globals['_HEADERMUTATION']._serialized_start=1562
+  _globals['_HEADERMUTATION']._serialized_end=1659
+  _globals['_BODYMUTATION']._serialized_start=1661
+  _globals['_BODYMUTATION']._serialized_end=1759
+  _globals['_COMMONRESPONSE']._serialized_start=1762
+  _globals['_COMMONRESPONSE']._serialized_end=1906
+  _globals['_CONTINUATION']._serialized_start=1908
+  _globals['_CONTINUATION']._serialized_end=1973
+  _globals['_HTTPSTATUS']._serialized_start=1975
+  _globals['_HTTPSTATUS']._serialized_end=2001
+  _globals['_IMMEDIATERESPONSE']._serialized_start=2004
+  _globals['_IMMEDIATERESPONSE']._serialized_end=2132
+  _globals['_PROCESSINGMODE']._serialized_start=2135
+  _globals['_PROCESSINGMODE']._serialized_end=2326
+  _globals['_PROCESSINGRESPONSE']._serialized_start=2329
+  _globals['_PROCESSINGRESPONSE']._serialized_end=2934
 # @@protoc_insertion_point(module_scope)

@@ -50,11 +50,9 @@ class HttpBody(_message.Message):
     end_of_stream: bool
     def __init__(self, body: _Optional[bytes] = ..., end_of_stream: _Optional[bool] = ...) -> None: ...
 
-class HttpTrailers(_message.Message):
-    __slots__ = ("trailers",)
-    TRAILERS_FIELD_NUMBER: _ClassVar[int]
-    trailers: HeaderMap
-    def __init__(self, trailers: _Optional[_Union[HeaderMap, _Mapping]] = ...) -> None: ...
+class Trailers(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Metadata(_message.Message):
     __slots__ = ("filter_metadata",)
@@ -70,14 +68,12 @@ class Metadata(_message.Message):
     def __init__(self, filter_metadata: _Optional[_Mapping[str, _struct_pb2.Struct]] = ...) -> None: ...
 
 class ProtocolConfiguration(_message.Message):
-    __slots__ = ("request_body_mode", "response_body_mode", "send_body_without_waiting_for_header_response")
+    __slots__ = ("request_body_mode", "response_body_mode")
     REQUEST_BODY_MODE_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_BODY_MODE_FIELD_NUMBER: _ClassVar[int]
-    SEND_BODY_WITHOUT_WAITING_FOR_HEADER_RESPONSE_FIELD_NUMBER: _ClassVar[int]
     request_body_mode: int
     response_body_mode: int
-    send_body_without_waiting_for_header_response: bool
-    def __init__(self, request_body_mode: _Optional[int] = ..., response_body_mode: _Optional[int] = ..., send_body_without_waiting_for_header_response: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request_body_mode: _Optional[int] = ..., response_body_mode: _Optional[int] = ...) -> None: ...
 
 class Attributes(_message.Message):
     __slots__ = ("fields",)
@@ -123,13 +119,13 @@ class ProcessingRequest(_message.Message):
     response_headers: HttpHeaders
     request_body: HttpBody
     response_body: HttpBody
-    request_trailers: HttpTrailers
-    response_trailers: HttpTrailers
+    request_trailers: Trailers
+    response_trailers: Trailers
     metadata_context: Metadata
     attributes: _containers.MessageMap[str, Attributes]
     observability_mode: bool
     protocol_config: ProtocolConfiguration
-    def __init__(self, request_headers: _Optional[_Union[HttpHeaders, _Mapping]] = ..., response_headers: _Optional[_Union[HttpHeaders, _Mapping]] = ..., request_body: _Optional[_Union[HttpBody, _Mapping]] = ..., response_body: _Optional[_Union[HttpBody, _Mapping]] = ..., request_trailers: _Optional[_Union[HttpTrailers, _Mapping]] = ..., response_trailers: _Optional[_Union[HttpTrailers, _Mapping]] = ..., metadata_context: _Optional[_Union[Metadata, _Mapping]] = ..., attributes: _Optional[_Mapping[str, Attributes]] = ..., observability_mode: _Optional[bool] = ..., protocol_config: _Optional[_Union[ProtocolConfiguration, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_headers: _Optional[_Union[HttpHeaders, _Mapping]] = ..., response_headers: _Optional[_Union[HttpHeaders, _Mapping]] = ..., request_body: _Optional[_Union[HttpBody, _Mapping]] = ..., response_body: _Optional[_Union[HttpBody, _Mapping]] = ..., request_trailers: _Optional[_Union[Trailers, _Mapping]] = ..., response_trailers: _Optional[_Union[Trailers, _Mapping]] = ..., metadata_context: _Optional[_Union[Metadata, _Mapping]] = ..., attributes: _Optional[_Mapping[str, Attributes]] = ..., observability_mode: _Optional[bool] = ..., protocol_config: _Optional[_Union[ProtocolConfiguration, _Mapping]] = ...) -> None: ...
 
 class HeaderMutation(_message.Message):
     __slots__ = ("set_headers", "remove_headers")
@@ -139,53 +135,29 @@ class HeaderMutation(_message.Message):
     remove_headers: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, set_headers: _Optional[_Iterable[_Union[HeaderValueOption, _Mapping]]] = ..., remove_headers: _Optional[_Iterable[str]] = ...) -> None: ...
 
-class StreamedBodyResponse(_message.Message):
-    __slots__ = ("body", "end_of_stream")
-    BODY_FIELD_NUMBER: _ClassVar[int]
-    END_OF_STREAM_FIELD_NUMBER: _ClassVar[int]
-    body: bytes
-    end_of_stream: bool
-    def __init__(self, body: _Optional[bytes] = ..., end_of_stream: _Optional[bool] = ...) -> None: ...
-
 class BodyMutation(_message.Message):
-    __slots__ = ("body", "clear_body", "streamed_response")
+    __slots__ = ("body", "streamed_response")
     BODY_FIELD_NUMBER: _ClassVar[int]
-    CLEAR_BODY_FIELD_NUMBER: _ClassVar[int]
     STREAMED_RESPONSE_FIELD_NUMBER: _ClassVar[int]
     body: bytes
-    clear_body: bool
-    streamed_response: StreamedBodyResponse
-    def __init__(self, body: _Optional[bytes] = ..., clear_body: _Optional[bool] = ..., streamed_response: _Optional[_Union[StreamedBodyResponse, _Mapping]] = ...) -> None: ...
+    streamed_response: HttpBody
+    def __init__(self, body: _Optional[bytes] = ..., streamed_response: _Optional[_Union[HttpBody, _Mapping]] = ...) -> None: ...
 
 class CommonResponse(_message.Message):
-    __slots__ = ("status", "header_mutation", "body_mutation", "clear_route_cache")
+    __slots__ = ("status", "header_mutation", "body_mutation")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     HEADER_MUTATION_FIELD_NUMBER: _ClassVar[int]
     BODY_MUTATION_FIELD_NUMBER: _ClassVar[int]
-    CLEAR_ROUTE_CACHE_FIELD_NUMBER: _ClassVar[int]
     status: int
     header_mutation: HeaderMutation
     body_mutation: BodyMutation
-    clear_route_cache: bool
-    def __init__(self, status: _Optional[int] = ..., header_mutation: _Optional[_Union[HeaderMutation, _Mapping]] = ..., body_mutation: _Optional[_Union[BodyMutation, _Mapping]] = ..., clear_route_cache: _Optional[bool] = ...) -> None: ...
+    def __init__(self, status: _Optional[int] = ..., header_mutation: _Optional[_Union[HeaderMutation, _Mapping]] = ..., body_mutation: _Optional[_Union[BodyMutation, _Mapping]] = ...) -> None: ...
 
-class HeadersResponse(_message.Message):
+class Continuation(_message.Message):
     __slots__ = ("response",)
     RESPONSE_FIELD_NUMBER: _ClassVar[int]
     response: CommonResponse
     def __init__(self, response: _Optional[_Union[CommonResponse, _Mapping]] = ...) -> None: ...
-
-class BodyResponse(_message.Message):
-    __slots__ = ("response",)
-    RESPONSE_FIELD_NUMBER: _ClassVar[int]
-    response: CommonResponse
-    def __init__(self, response: _Optional[_Union[CommonResponse, _Mapping]] = ...) -> None: ...
-
-class TrailersResponse(_message.Message):
-    __slots__ = ("header_mutation",)
-    HEADER_MUTATION_FIELD_NUMBER: _ClassVar[int]
-    header_mutation: HeaderMutation
-    def __init__(self, header_mutation: _Optional[_Union[HeaderMutation, _Mapping]] = ...) -> None: ...
 
 class HttpStatus(_message.Message):
     __slots__ = ("code",)
@@ -194,16 +166,14 @@ class HttpStatus(_message.Message):
     def __init__(self, code: _Optional[int] = ...) -> None: ...
 
 class ImmediateResponse(_message.Message):
-    __slots__ = ("status", "headers", "body", "details")
+    __slots__ = ("status", "headers", "body")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     HEADERS_FIELD_NUMBER: _ClassVar[int]
     BODY_FIELD_NUMBER: _ClassVar[int]
-    DETAILS_FIELD_NUMBER: _ClassVar[int]
     status: HttpStatus
     headers: HeaderMutation
     body: bytes
-    details: str
-    def __init__(self, status: _Optional[_Union[HttpStatus, _Mapping]] = ..., headers: _Optional[_Union[HeaderMutation, _Mapping]] = ..., body: _Optional[bytes] = ..., details: _Optional[str] = ...) -> None: ...
+    def __init__(self, status: _Optional[_Union[HttpStatus, _Mapping]] = ..., headers: _Optional[_Union[HeaderMutation, _Mapping]] = ..., body: _Optional[bytes] = ...) -> None: ...
 
 class ProcessingMode(_message.Message):
     __slots__ = ("request_header_mode", "response_header_mode", "request_body_mode", "response_body_mode", "request_trailer_mode", "response_trailer_mode")
@@ -233,14 +203,14 @@ class ProcessingResponse(_message.Message):
     DYNAMIC_METADATA_FIELD_NUMBER: _ClassVar[int]
     MODE_OVERRIDE_FIELD_NUMBER: _ClassVar[int]
     OVERRIDE_MESSAGE_TIMEOUT_FIELD_NUMBER: _ClassVar[int]
-    request_headers: HeadersResponse
-    response_headers: HeadersResponse
-    request_body: BodyResponse
-    response_body: BodyResponse
-    request_trailers: TrailersResponse
-    response_trailers: TrailersResponse
+    request_headers: Continuation
+    response_headers: Continuation
+    request_body: Continuation
+    response_body: Continuation
+    request_trailers: Trailers
+    response_trailers: Trailers
     immediate_response: ImmediateResponse
     dynamic_metadata: _struct_pb2.Struct
     mode_override: ProcessingMode
     override_message_timeout: _duration_pb2.Duration
-    def __init__(self, request_headers: _Optional[_Union[HeadersResponse, _Mapping]] = ..., response_headers: _Optional[_Union[HeadersResponse, _Mapping]] = ..., request_body: _Optional[_Union[BodyResponse, _Mapping]] = ..., response_body: _Optional[_Union[BodyResponse, _Mapping]] = ..., request_trailers: _Optional[_Union[TrailersResponse, _Mapping]] = ..., response_trailers: _Optional[_Union[TrailersResponse, _Mapping]] = ..., immediate_response: _Optional[_Union[ImmediateResponse, _Mapping]] = ..., dynamic_metadata: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., mode_override: _Optional[_Union[ProcessingMode, _Mapping]] = ..., override_message_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_headers: _Optional[_Union[Continuation, _Mapping]] = ..., response_headers: _Optional[_Union[Continuation, _Mapping]] = ..., request_body: _Optional[_Union[Continuation, _Mapping]] = ..., response_body: _Optional[_Union[Continuation, _Mapping]] = ..., request_trailers: _Optional[_Union[Trailers, _Mapping]] = ..., response_trailers: _Optional[_Union[Trailers, _Mapping]] = ..., immediate_response: _Optional[_Union[ImmediateResponse, _Mapping]] = ..., dynamic_metadata: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., mode_override: _Optional[_Union[ProcessingMode, _Mapping]] = ..., override_message_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...

@@ -15,12 +15,13 @@ from aiohttp import ClientResponse, ClientSession
 
 from extproc.config import AdminSettings
 from extproc.ground.address import split_address
+from extproc.ground.runtime import in_turns
 from extproc.observe import dashboard
 from extproc.observe.dashboard import routes
 from extproc.observe.dashboard.routes import Live
 from extproc.observe.explain import comparison
-from extproc.proxy.app import apply
 from extproc.proxy.services import Services
+from extproc.proxy.sharing import apply
 from extproc.share.replicas import Snapshot
 from tests.fakes import chat
 from tests.large import REPLICAS, assert_event_loop_is_free, thousand_states
@@ -114,7 +115,7 @@ async def test_viewer_that_reads_nothing_is_disconnected(
     monkeypatch.setattr(routes, "EVERY_S", 0.01)
     monkeypatch.setattr(routes, "_PATIENCE_S", 0.1)
     monkeypatch.setattr(routes, "_MOST_VIEWERS", 1)
-    await apply(Snapshot(thousand_states()), services.fleet)
+    await in_turns(apply(services.fleet, Snapshot(thousand_states())))
     async with serving(services) as address, ClientSession() as client:
         url = f"http://{address}/dashboard/events"
 
@@ -134,7 +135,7 @@ async def test_viewer_that_reads_nothing_is_disconnected(
 async def test_snapshot_of_a_large_fleet_delays_no_request(
     client: ClientSession, services: Services
 ) -> None:
-    await apply(Snapshot(thousand_states()), services.fleet)
+    await in_turns(apply(services.fleet, Snapshot(thousand_states())))
     for number in range(50):
         decide(services, chat(500, 200), f"request-{number}")
 

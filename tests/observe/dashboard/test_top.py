@@ -11,12 +11,13 @@ import pytest
 from msgspec.json import decode, encode
 
 from extproc.cli.screen import RouterView, screen
+from extproc.ground.runtime import in_turns
 from extproc.ground.text import WIDTH
 from extproc.lab.harness.processes import free_port
 from extproc.observe import dashboard
 from extproc.observe.dashboard.snapshot import snapshot
-from extproc.proxy.app import apply
 from extproc.proxy.services import Services
+from extproc.proxy.sharing import apply
 from extproc.share.replicas import Snapshot
 from tests.fakes import chat, replica
 from tests.large import thousand_states
@@ -96,7 +97,7 @@ async def test_screen_fits_the_width(services: Services, width: int) -> None:
 
 
 async def test_a_thousand_replicas_are_shown(services: Services, router: str, top: Run) -> None:
-    await apply(Snapshot(thousand_states()), services.fleet)
+    await in_turns(apply(services.fleet, Snapshot(thousand_states())))
     assert len(await top("--router", router)) > 1000
 
 
