@@ -3,13 +3,13 @@
 from bisect import bisect_left
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, repeat
 from math import inf, nan
 
 import numpy as np
 from msgspec import Struct
 
-from extproc.fleet.prefix_index import ReplicaBitmaps
+from extproc.fleet.prefix_index import Bitmaps, clear_bit, set_bit
 from extproc.ground.clock import Clock
 from extproc.predict.inputs import Floats
 from extproc.replica_state import ReplicaState
@@ -75,7 +75,7 @@ class HeldBlocks:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._replicas: dict[str, _ReplicaBlocks] = {}
-        self._bitmaps = ReplicaBitmaps()
+        self._bitmaps: Bitmaps = {}
 
     def follows(self, replica: str, update: BlockUpdate) -> bool:
         """Returns True if an update can be applied: it is whole and new, or comes directly after
@@ -187,7 +187,7 @@ class HeldBlocks:
         """
         runs: list[tuple[int, int]] = []
         end, all_before = 0, -1
-        for bitmap, same in groupby(self._bitmaps.of_keys(keys)):
+        for bitmap, same in groupby(map(self._bitmaps.get, keys, repeat(0))):
             all_before &= bitmap
             if not all_before:
                 break
@@ -200,12 +200,12 @@ class HeldBlocks:
 
     def _add(self, blocks: _ReplicaBlocks, keys: Collection[int]) -> None:
         blocks.keys.update(keys)
-        self._bitmaps.add(keys, blocks.bit)
+        set_bit(self._bitmaps, keys, blocks.bit)
 
     def _drop(self, blocks: _ReplicaBlocks, keys: Iterable[int]) -> None:
         gone = blocks.keys.intersection(keys)
         blocks.keys -= gone
-        self._bitmaps.drop(gone, blocks.bit)
+        clear_bit(self._bitmaps, gone, blocks.bit)
         _expect_no_more(blocks, gone)
 
 

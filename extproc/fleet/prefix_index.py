@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import filterfalse, repeat
+from itertools import filterfalse
 
 import numpy as np
 from msgspec import Struct
@@ -28,32 +28,25 @@ _FULL_TRUST = 5.0  # expected ÷ reported tokens up to which all expected tokens
 _MAX_SHARE = 2.0  # bound of reported ÷ expected tokens: a surplus must not outweigh later misses
 _MEMORY_TOKENS = 50_000.0  # expected tokens after which older reports weigh 1/e as much
 
+Bitmaps = dict[int, int]  # key → bitmap of its replicas, so that one look-up finds all of them
 
-class ReplicaBitmaps:
-    """Bitmaps of the replicas that hold a key, so that one look-up of a key finds all replicas."""
 
-    def __init__(self) -> None:
-        self._bitmaps: dict[int, int] = {}
+def set_bit(bitmaps: Bitmaps, keys: Iterable[int], bit: int) -> None:
+    """Adds a replica to the bitmaps of the keys."""
+    own = 1 << bit
+    for key in keys:
+        bitmaps[key] = bitmaps.get(key, 0) | own
 
-    def add(self, keys: Iterable[int], bit: int) -> None:
-        bitmaps, own = self._bitmaps, 1 << bit
-        for key in keys:
-            bitmaps[key] = bitmaps.get(key, 0) | own
 
-    def drop(self, keys: Iterable[int], bit: int) -> None:
-        bitmaps, others = self._bitmaps, ~(1 << bit)
-        for key in keys:
-            left = bitmaps[key] & others
-            if left:
-                bitmaps[key] = left
-            else:
-                del bitmaps[key]
-
-    def of(self, key: int) -> int:
-        return self._bitmaps.get(key, 0)
-
-    def of_keys(self, keys: Iterable[int]) -> list[int]:
-        return list(map(self._bitmaps.get, keys, repeat(0)))
+def clear_bit(bitmaps: Bitmaps, keys: Iterable[int], bit: int) -> None:
+    """Removes a replica from the bitmaps of the keys, and keys that no replica holds."""
+    others = ~(1 << bit)
+    for key in keys:
+        left = bitmaps[key] & others
+        if left:
+            bitmaps[key] = left
+        else:
+            del bitmaps[key]
 
 
 class PrefixHits(Struct, eq=False):
@@ -120,7 +113,7 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self._bitmaps = ReplicaBitmaps()  # a bit for each row
+        self._bitmaps: Bitmaps = {}  # a bit for each row
         self._caches: list[_Cache] = []
         self._blocks = np.ones(0)  # by row: tokens in a block; only whole blocks can be hits
         self._trust = np.ones(0)  # by row, see _Cache.learn_trust
@@ -134,7 +127,7 @@ class PrefixIndex:
             self._caches.append(_Cache())
             self._blocks = np.append(self._blocks, 1.0)
             self._trust = np.append(self._trust, 1.0)
-        self._bitmaps.drop(self._caches[row].recent, row)
+        clear_bit(self._bitmaps, self._caches[row].recent, row)
         self._caches[row] = _Cache()
         self._trust[row] = 1.0
 
@@ -156,24 +149,24 @@ class PrefixIndex:
         keys.reverse()
         recent.update(dict.fromkeys(keys))
         deque(map(recent.move_to_end, keys), maxlen=0)
-        self._bitmaps.add(new, row)
+        set_bit(self._bitmaps, new, row)
         evicted = range(len(recent) - cache.capacity)
-        self._bitmaps.drop([recent.popitem(last=False)[0] for _ in evicted], row)
+        clear_bit(self._bitmaps, [recent.popitem(last=False)[0] for _ in evicted], row)
 
     def hits(self, prefix: Prefix, rows: Indices) -> PrefixHits:
         """Returns the tokens of a prompt that the replicas in these rows should hold."""
         keys, bitmaps = prefix.keys, self._bitmaps
-        bitmap = bitmaps.of(keys.item(0)) if len(keys) else 0
+        bitmap = bitmaps.get(keys.item(0), 0) if len(keys) else 0
         if not bitmap:
             return _nothing(len(rows))
         expected, end = np.zeros(len(rows)), 0
         while bitmap:
             end = self._end_of_run(keys, end, bitmap)
-            after = bitmaps.of(keys.item(end)) if end < len(keys) else 0
+            after = bitmaps.get(keys.item(end), 0) if end < len(keys) else 0
             last = self._places_of(bitmap & ~after, rows)
             expected[last] = end * prefix.unit
             bitmap = after
-        if answered := bitmaps.of(prefix.previous_key):
+        if answered := bitmaps.get(prefix.previous_key):
             places = self._places_of(answered, rows)
             expected[places] = np.maximum(expected[places], prefix.previous_tokens)
         blocks = self._blocks[rows]
@@ -188,9 +181,9 @@ class PrefixIndex:
     def _end_of_run(self, keys: Keys, start: int, bitmap: int) -> int:
         """Returns the first index after ``start`` at which the replicas that hold the key are no
         longer exactly those of ``bitmap``; found by bisection."""
-        of = self._bitmaps.of
+        bitmap_of = self._bitmaps.get
         return bisect_left(
-            range(len(keys)), True, start, key=lambda at: of(keys.item(at)) != bitmap
+            range(len(keys)), True, start, key=lambda at: bitmap_of(keys.item(at)) != bitmap
         )
 
     def reported(self, row: int, expected: float, prompt: float, tokens: float) -> None:
