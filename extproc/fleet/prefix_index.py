@@ -117,9 +117,7 @@ class PrefixIndex:
         self._caches: list[_Cache] = []
         self._blocks = np.ones(0)  # by row: tokens in a block; only whole blocks can be hits
         self._trust = np.ones(0)  # by row, see _Cache.learn_trust
-        self._rows = b""  # rows of the last look-up, as bytes
-        self._places: dict[int, Indices] = {}
-        """Bitmap of replicas → their indices among the rows of the last look-up."""
+        self._places = lru_cache(_PLACES_REMEMBERED)(self._places_of)
 
     def clear(self, row: int) -> None:
         """Empties a row: its replica restarted, or another replica gets the row."""
@@ -159,15 +157,15 @@ class PrefixIndex:
         bitmap = bitmaps.get(keys.item(0), 0) if len(keys) else 0
         if not bitmap:
             return _nothing(len(rows))
-        expected, end = np.zeros(len(rows)), 0
+        expected, end, among = np.zeros(len(rows)), 0, rows.tobytes()
         while bitmap:
             end = self._end_of_run(keys, end, bitmap)
             after = bitmaps.get(keys.item(end), 0) if end < len(keys) else 0
-            last = self._places_of(bitmap & ~after, rows)
+            last = self._places(bitmap & ~after, among)
             expected[last] = end * prefix.unit
             bitmap = after
         if answered := bitmaps.get(prefix.previous_key):
-            places = self._places_of(answered, rows)
+            places = self._places(answered, among)
             expected[places] = np.maximum(expected[places], prefix.previous_tokens)
         blocks = self._blocks[rows]
         expected = expected // blocks * blocks
@@ -206,13 +204,12 @@ class PrefixIndex:
         cache.before, cache.sent, cache.reported = state, 0.0, 0.0
         cache.expected = 0.0
 
-    def _places_of(self, bitmap: int, rows: Indices) -> Indices:
-        key = rows.tobytes()  # each model has an array of its own, mostly with the same rows
-        if key != self._rows or len(self._places) > _PLACES_REMEMBERED:
-            self._rows, self._places = key, {}
-        places = self._places.get(bitmap)
-        if places is None:
-            octets = np.frombuffer(bitmap.to_bytes(len(self._caches) // 8 + 1, "little"), np.uint8)
-            places = np.unpackbits(octets, bitorder="little")[rows].nonzero()[0]
-            self._places[bitmap] = places
-        return places
+    def _places_of(self, bitmap: int, among: bytes) -> Indices:
+        """Returns the indices of a bitmap's replicas among these rows.
+
+        Each model has an array of rows of its own, mostly with the same rows. So they come as
+        bytes: equal rows share a place in the cache.
+        """
+        octets = np.frombuffer(bitmap.to_bytes(len(self._caches) // 8 + 1, "little"), np.uint8)
+        held = np.unpackbits(octets, bitorder="little")
+        return held[np.frombuffer(among, np.intp)].nonzero()[0]
