@@ -57,8 +57,9 @@ class Peers:
         self._rows = rows
         self._clock = clock
         self._wall = wall
-        self._last: dict[str, Digest] = {}  # by peer, in the order of the arrays; whole queues
-        self._admins: dict[str, str] = {}  # peer → its admin address, if known
+        self._last: dict[str, Digest] = {}
+        """Last digest of each peer, in the order of the arrays. A digest of changes gets what it
+        lacks from the digest before: the rest of the queue, and the admin address."""
         self._totals: dict[str, dict[int, float]] = {}  # by peer: queued work of all replicas
         self._freed: dict[int, None] = {}  # rows in which the requests of a peer became fewer
         self._load = np.zeros((POLLED_ROWS.stop, 0, 0))  # figures, peers, replicas
@@ -82,7 +83,8 @@ class Peers:
     @property
     def admins(self) -> Mapping[str, str]:
         """Admin address of each peer, by host and port, as far as they are known."""
-        return {process_address(name): admin for name, admin in self._admins.items()}
+        last = self._last.items()
+        return {process_address(name): digest.admin for name, digest in last if digest.admin}
 
     def take_stopped(self) -> Collection[str]:
         """Returns the names of the peers that said farewell since the last call."""
@@ -139,15 +141,13 @@ class Peers:
         if name == self._own:
             self._echo_s = max(self._wall() - age - digest.sent_at, 0.0)
             self._echo_at = now - age
-        elif name not in self._last or digest.number > self._last[name].number:
-            if name not in self._last:
+        elif (last := self._last.get(name)) is None or digest.number > last.number:
+            if last is None:
                 self._join()
-            last = self._last.get(name) if digest.kind is DigestKind.CHANGES else None
-            queued = {**last.queued, **digest.queued} if last else digest.queued
-            queued = {replica: work for replica, work in queued.items() if work}
+            elif digest.kind is DigestKind.CHANGES:
+                digest = replace(digest, admin=last.admin, queued=last.queued | digest.queued)
+            queued = {replica: work for replica, work in digest.queued.items() if work}
             self._last[name], self._totals[name] = replace(digest, queued=queued), _total(queued)
-            if digest.admin:
-                self._admins[name] = digest.admin
             place = list(self._last).index(name)
             self._arrived_at[place] = now - age
             changed = bool(digest.replicas) or digest.kind is not DigestKind.CHANGES
@@ -242,7 +242,6 @@ class Peers:
     def _keep(self, peers: NDArray[np.bool_]) -> None:
         for name in [name for name, keep in zip(self._last, peers, strict=True) if not keep]:
             del self._last[name], self._totals[name]
-            self._admins.pop(name, None)
         self._load = self._load.compress(peers, axis=1)
         self._arrived_at = self._arrived_at[peers]
         self._fresh_s = self._fresh_s[peers]
