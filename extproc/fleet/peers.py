@@ -1,5 +1,6 @@
 """Load of the other routers, the peers: their last digests, moved forward in time."""
 
+from collections import deque
 from collections.abc import Collection, Mapping
 from itertools import islice
 from math import inf, nan
@@ -30,6 +31,7 @@ STALE_S = 0.1  # age above which a digest does more harm than good, as simulatio
 DEAD_S = 1.5
 """Time without a digest after which a peer counts as gone, if the router's own digests come back:
 as long as three whole digests."""
+_MOST_STOPPED = 100  # names that are read once a second
 
 POLLED, POLLED_BEFORE, POLLED_KV = POLLED_ROWS = range(FIGURES, FIGURES + 3)
 """Rows of the load after a digest's figures: the peer's sequences at the last poll and at the poll
@@ -66,7 +68,7 @@ class Peers:
         self._arrived_at = np.zeros(0)  # when the last digest arrived
         self._fresh_s = np.zeros(0)  # how long the last digest stays fresh
         self._counts = np.zeros(0)  # 1: the peer counts
-        self._stopped: set[str] = set()  # peers that said farewell, see take_stopped
+        self.stopped = deque[str](maxlen=_MOST_STOPPED)  # the last peers that said farewell
         self._echo_s = 0.0  # seconds that the router's last digest took to come back
         self._echo_at = -inf  # when the router's last digest came back
         self._connected_at = -inf
@@ -85,11 +87,6 @@ class Peers:
         """Admin address of each peer, by host and port, as far as they are known."""
         last = self._last.items()
         return {process_address(name): digest.admin for name, digest in last if digest.admin}
-
-    def take_stopped(self) -> Collection[str]:
-        """Returns the names of the peers that said farewell since the last call."""
-        stopped, self._stopped = self._stopped, set()
-        return stopped
 
     @property
     def digest_age(self) -> float | None:
@@ -154,7 +151,7 @@ class Peers:
             if changed:
                 self._take(place, digest)
             if digest.kind is DigestKind.FAREWELL:
-                self._stopped.add(name)
+                self.stopped.append(name)
                 self._keep(np.arange(len(self)) != place)
         return self.refresh(now) or changed
 
