@@ -23,7 +23,6 @@ from extproc.fleet.progress import Progress
 from extproc.fleet.reconcile import Reconciliation
 from extproc.fleet.tables import POLICY_COLUMNS, UNBOUNDED_TOKENS, Replicas, Requests
 from extproc.ground.clock import Clock, monotonic, wall
-from extproc.predict.completion import AdapterTimes
 from extproc.predict.correction import Corrections, FirstTokens
 from extproc.predict.inputs import (
     Candidates,
@@ -228,7 +227,7 @@ class Fleet:
 
     @property
     def in_flight(self) -> int:
-        return len(self._ledger)
+        return len(self._requests)
 
     @property
     def external_requests(self) -> float:
@@ -548,11 +547,6 @@ class Fleet:
             remaining = external * self.lengths.expected(0, UNBOUNDED_TOKENS)
             on, figures = _beside(on, figures, external, tokens, remaining)
         return Sequences(on, *figures)
-
-    def adapter_times(self, view: FleetView) -> AdapterTimes | None:
-        """Returns the times that a LoRA adapter adds to a request; None: the model is no
-        adapter."""
-        return self.adapters.times(view, self._clock()) if view.adapters else None
 
 
 def _beside(
