@@ -41,9 +41,6 @@ class Ledger:
         self._row: dict[int, int] = {}
         self._tickets = 0
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
     def enter(self, replica: int, profile: RequestProfile, now: float, cached: float) -> Ticket:
         """Adds a request that is dispatched now; ``cached``: prompt tokens in the prefix cache."""
         bound = profile.most_output(self._replicas.longest_prompt.item(replica))
@@ -113,8 +110,6 @@ class Ledger:
     def move(self, ticket: Ticket, replica: int, cached: float) -> None:
         """Moves a retried request to another replica; ``cached``: prompt tokens cached there."""
         requests, row = self._requests, self._row[ticket]
-        if requests.replica[row] == replica:
-            return
         self._dequeue(row)
         count(self._replicas, requests, row, -1)
         requests.replica[row] = replica
