@@ -199,7 +199,6 @@ class Progress:
         for row in rows.tolist():
             count(self._replicas, self._requests, row, -1)
             self._requests.steps_before[row] = inf
-            self._requests.until[row] = 0.0
             count(self._replicas, self._requests, row, 1)
 
     def _set_generated(self, rows: Indices | slice) -> Floats:

@@ -51,9 +51,7 @@ class Reconciliation:
     def restarted(self, row: int, steps: float) -> None:
         """Begins a replica's counts anew: its process restarted, and has made ``steps`` steps."""
         replicas, requests = self._replicas, self._requests
-        own = requests.replica == row
-        requests.steps_before[own] -= replicas.steps[row] - steps
-        requests.until[own] = 0.0
+        requests.steps_before[requests.replica == row] -= replicas.steps[row] - steps
         replicas.steps[row] = replicas.polled_steps[row] = steps
         replicas.begun[row] = replicas.sent[row]
         replicas.polled_firsts[row] = 0.0
