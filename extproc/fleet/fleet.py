@@ -168,7 +168,7 @@ class Fleet:
         if state.output_lengths == before or not state.models:
             return
         known = dict(before)
-        counts = [(edge, max(n - known.get(edge, 0.0), 0.0)) for edge, n in state.output_lengths]
+        counts = {edge: max(n - known.get(edge, 0.0), 0.0) for edge, n in state.output_lengths}
         self.lengths.observe_counts(state.models[0], counts)
 
     def remove(self, replica: str) -> None:

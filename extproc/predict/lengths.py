@@ -1,7 +1,7 @@
 """Output lengths: the tokens that a request will generate, learned from requests that ended."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import inf
 
@@ -135,19 +135,18 @@ class OutputLengths:
             sums[:, :, bucket:] *= 1.0 + 1.0 / total
         self._sums[:, rows] = sums
 
-    def observe_counts(self, model: str, counts: Sequence[tuple[float, float]]) -> None:
+    def observe_counts(self, model: str, counts: Mapping[float, float]) -> None:
         """Learns from new counts of a replica's own histogram of output lengths.
 
         Args:
             model: model that the replica serves.
-            counts: buckets in rising order: upper bound in tokens, and new requests.
+            counts: buckets in rising order: upper bound in tokens → new requests.
         """
-        edges, requests = zip(*counts, strict=True) if counts else ((), ())
-        total = float(sum(requests))
+        total = float(sum(counts.values()))
         if total > 0:
             rows = self._rows_to_learn([(model,)])
             weight = min(total, _MOST_COUNTED)
-            seen = np.array(requests) * (weight / total) @ _spread(edges)
+            seen = np.array([*counts.values()]) * (weight / total) @ _spread(tuple(counts))
             for row in rows:
                 sums = self._sums[:, row]
                 sums *= _DECAY**weight
