@@ -11,7 +11,18 @@ from numpy.typing import NDArray
 
 from extproc.fleet.adapters import AdapterSlots
 from extproc.fleet.announcements import OwnerMap, PromptLog, SentPrompt
-from extproc.fleet.digest import DECODED, EXPECTED, Digest
+from extproc.fleet.digest import (
+    BACKLOG,
+    DECODED,
+    DECODING,
+    EXPECTED,
+    KV,
+    QUEUED,
+    QUEUED_SEQUENCES,
+    REMAINING,
+    REQUESTS,
+    Digest,
+)
 from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.held_blocks import HeldBlocks
@@ -118,7 +129,7 @@ class Fleet:
         self._progress.advance(now)
         row = self._rows[state.id] if state.id in self._rows else self._join(state)
         before = self.members.by_row[row]
-        idle = not self._replicas.requests.item(row) + self._replicas.peers_requests.item(row)
+        idle = not self._replicas.requests.item(row) + self._replicas.peers.item(REQUESTS, row)
         prefilled_sent_at = self._replicas.prefilled_sent_at.item(row)
         frozen = self.eligibility.polled(state, age, idle, prefilled_sent_at)
         self.blocks.polled(state)
@@ -405,15 +416,15 @@ class Fleet:
         row, table = self._rows.get(replica), self._replicas
         if row is None:
             return inf
-        others = table.external.item(row) + table.peers_requests.item(row)
+        others = table.external.item(row) + table.peers.item(REQUESTS, row)
         if table.requests.item(row) + others <= 0.0:
             return inf
-        queued = table.queued.item(row) + table.peers_queued.item(row)
+        queued = table.queued.item(row) + table.peers.item(QUEUED, row)
         taken = table.batch.item(row) + max(queued, table.polled_waiting.item(row))
         if not table.by_priority.item(row) and taken > table.max_num_seqs.item(row):
             return -inf  # with priorities, a request may overtake the queued ones
         backlog = table.joining.item(row) + table.external_backlog.item(row)
-        backlog += table.peers_backlog.item(row)
+        backlog += table.peers.item(BACKLOG, row)
         return table.kv_capacity.item(row) - table.kv_used.item(row) - backlog
 
     # -- views for policies -----------------------------------------------------------------
@@ -499,10 +510,10 @@ class Fleet:
         view.taken = view.kv_used + view.joining + view.external_backlog
         view.outside_steps = self.first_tokens.outside_steps
         if self.peers.counted:
-            view.requests += table.peers_requests[rows]
-            view.queued += table.peers_queued[rows]
-            view.enqueued += table.peers_backlog[rows]
-            view.taken += table.peers_backlog[rows]
+            view.requests += table.peers[REQUESTS][rows]
+            view.queued += table.peers[QUEUED][rows]
+            view.enqueued += table.peers[BACKLOG][rows]
+            view.taken += table.peers[BACKLOG][rows]
         view.requests += view.external
         view.waiting = np.maximum(view.queued, view.polled_waiting)
         view.backlog = view.enqueued - view.prefilled + view.external_backlog
@@ -538,9 +549,9 @@ class Fleet:
             keep = (on >= 0).nonzero()[0]
             on, figures = on[keep], figures.take(keep, axis=1)
         if self.peers.counted:
-            weight = (table.peers_queued_sequences + table.peers_decoding)[rows]
-            tokens = (table.peers_kv + table.peers_backlog)[rows]
-            on, figures = _beside(on, figures, weight, tokens, table.peers_remaining[rows])
+            weight = (table.peers[QUEUED_SEQUENCES] + table.peers[DECODING])[rows]
+            tokens = (table.peers[KV] + table.peers[BACKLOG])[rows]
+            on, figures = _beside(on, figures, weight, tokens, table.peers[REMAINING][rows])
         external = table.external[rows]
         if len(external.nonzero()[0]):
             tokens = np.maximum(table.kv_unattributed[rows], 0.0)

@@ -5,6 +5,7 @@ from typing import NamedTuple, NewType, cast
 
 import numpy as np
 
+from extproc.fleet.digest import BACKLOG
 from extproc.fleet.progress import Progress
 from extproc.fleet.tables import Replicas, Requests, count
 from extproc.predict.inputs import Floats, Indices
@@ -154,7 +155,7 @@ class Ledger:
         prompt_end = replicas.enqueued.item(replica) + tokens
         replicas.enqueued[replica] = prompt_end
         backlog = (
-            prompt_end - replicas.prefilled.item(replica) + replicas.peers_backlog.item(replica)
+            prompt_end - replicas.prefilled.item(replica) + replicas.peers.item(BACKLOG, replica)
         )
         replicas.chunk[replica] = max(min(backlog, replicas.token_budget.item(replica)), 1.0)
         if replicas.by_priority.item(replica):

@@ -39,7 +39,7 @@ before, and its KV tokens at the last poll. NaN: the peer did not count then."""
 
 
 class Peers:
-    """Sums of the peers' load, in the table of replicas.
+    """Sums of the peers' load, in :attr:`Replicas.peers`.
 
     The load on a replica is ``own + Σ peers + external``, over the peers that count: those whose
     last digest is at most 0.1 s old, or 0.6 s if the peer has no requests. External load is the
@@ -267,7 +267,7 @@ class Peers:
 
     def _add_up(self) -> None:
         self.counted = bool(self._counts.any())
-        np.matmul(self._counts, self._load[:FIGURES], out=self._replicas.peers)
+        self._replicas.peers = np.matmul(self._counts, self._load[:FIGURES])
 
 
 def _total(queued: Mapping[str, Mapping[int, float]]) -> dict[int, float]:
