@@ -125,8 +125,7 @@ class HeldBlocks:
     def sent(self, replica: str, prefix: Prefix, adapter: str) -> None:
         """Adds the blocks of a dispatched prompt at once, because the replica stores them before it
         looks up the next prompt."""
-        blocks = self._replicas.get(replica)
-        if blocks is not None and self._is_known(blocks):
+        if blocks := self._known(replica):
             until = self._clock() + _STORED_WITHIN_S
             keys = _keys(prefix, adapter, blocks.block_size)
             new = [key for key in keys if key not in blocks.keys]
@@ -145,10 +144,8 @@ class HeldBlocks:
 
     def count(self, replica: str) -> int | None:
         """Returns the number of blocks that a replica reported; None: unknown at present."""
-        blocks = self._replicas.get(replica)
-        if blocks is None or not self._is_known(blocks):
-            return None
-        return len(blocks.keys) - len(blocks.expected)
+        blocks = self._known(replica)
+        return None if blocks is None else len(blocks.keys) - len(blocks.expected)
 
     def hits(
         self, prefix: Prefix, adapters: Sequence[str], replicas: Sequence[str]
@@ -166,37 +163,37 @@ class HeldBlocks:
             return None
         tokens = np.full(len(replicas), nan)
         runs: dict[tuple[int, str], list[tuple[int, int]]] = {}  # by block size and adapter
-        for place, blocks in enumerate(map(self._replicas.get, replicas)):
-            if blocks is not None and self._is_known(blocks):
+        for place, replica in enumerate(replicas):
+            if blocks := self._known(replica):
                 kind = size, adapter = blocks.block_size, adapters[place] if adapters else ""
                 if kind not in runs:
-                    runs[kind] = self._runs(_keys(prefix, adapter, size))
+                    runs[kind] = [*self._runs(_keys(prefix, adapter, size))]
                 tokens[place] = size * _blocks_held(blocks.bit, runs[kind])
         return tokens if runs else None
 
     def count_known(self) -> int:
         """Returns the number of replicas whose blocks are known."""
-        return sum(map(self._is_known, self._replicas.values()))
+        return sum(self._known(replica) is not None for replica in self._replicas)
 
-    def _runs(self, keys: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns pairs: a bitmap of replicas, and the number of leading blocks that all of these
+    def _runs(self, keys: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yields pairs: a bitmap of replicas, and the number of leading blocks that all of these
         replicas hold.
 
         From pair to pair the number of blocks rises and replicas drop out. Each bitmap is
         intersected with those before, because a replica may lack a block and hold a later one.
         """
-        runs: list[tuple[int, int]] = []
         end, all_before = 0, -1
         for bitmap, same in groupby(map(self._bitmaps.get, keys, repeat(0))):
             all_before &= bitmap
             if not all_before:
-                break
+                return
             end += len([*same])
-            runs.append((all_before, end))
-        return runs
+            yield all_before, end
 
-    def _is_known(self, blocks: _ReplicaBlocks) -> bool:
-        return self._clock() <= blocks.known_until
+    def _known(self, replica: str) -> _ReplicaBlocks | None:
+        """Returns the blocks of a replica, or None if they are unknown at present."""
+        blocks = self._replicas.get(replica)
+        return blocks if blocks is not None and self._clock() <= blocks.known_until else None
 
     def _add(self, blocks: _ReplicaBlocks, keys: Collection[int]) -> None:
         blocks.keys.update(keys)
