@@ -139,7 +139,8 @@ class Fleet:
             state = replace(state, output_lengths=before.output_lengths)
         self.members.by_row[row] = state
         if before.models != state.models:
-            self.members.models_removed(before.models, now, state.models)
+            gone = (model for model in before.models if model not in state.models)
+            self.members.models_departed(dict.fromkeys(gone, now))
         is_repeated = state.scraped_at == before.scraped_at
         ignored = frozen or is_repeated or is_older or not state.healthy or state.unanswered_s > 0.0
         restarted = not ignored and (fell or before.started_at not in (0.0, state.started_at))
@@ -184,7 +185,8 @@ class Fleet:
 
     def remove(self, replica: str) -> None:
         """Removes a replica from the members; its requests in flight stay until they end."""
-        self.members.models_removed(self.members.models_on(replica), self._clock())
+        models = self.members.models_on(replica)
+        self.members.models_departed(dict.fromkeys(models, self._clock()))
         self._unmeasured.pop(self._rows.pop(replica, -1), None)
         self.eligibility.forget(replica)
         self.blocks.forget(replica)
