@@ -51,14 +51,9 @@ def _kinds(profile: RequestProfile) -> list[_Kind]:
     """Kinds of a request, from coarse to fine. Output bounds with the same number of bits share a
     kind."""
     bound = 0 if profile.output_bound is None else profile.output_bound.bit_length()
-    kinds: list[_Kind] = [
-        (profile.model,),
-        (profile.model, profile.endpoint),
-        (profile.model, profile.endpoint, profile.stream, bound),
-    ]
-    if profile.tenant:
-        kinds.append((profile.model, profile.endpoint, profile.stream, bound, profile.tenant))
-    return kinds
+    finest = profile.model, profile.endpoint, profile.stream, bound, profile.tenant
+    sizes = (1, 2, _UNTENANTED, len(finest)) if profile.tenant else (1, 2, _UNTENANTED)
+    return [finest[:size] for size in sizes]
 
 
 def _numbered(rows: range) -> dict[_Kind, int]:
