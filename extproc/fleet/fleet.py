@@ -94,7 +94,7 @@ class Fleet:
         self.prompt_log = PromptLog()
         self.blocks = HeldBlocks(clock)
         self.peers = Peers(self.router, replicas, rows, clock, wall)
-        self._prefixes = PrefixIndex()
+        self._prefixes = PrefixIndex(replicas)
         self._corrections = Corrections(clock())
         self.first_tokens = FirstTokens()
         self._unmeasured: dict[int, ProvisionalSpeed] = {}

@@ -5,7 +5,7 @@ learns from hits that replicas report.
 """
 
 from bisect import bisect_left
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from extproc.fleet.tables import Replicas
 from extproc.predict.inputs import Floats, Indices
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import Keys, Prefix
@@ -112,22 +113,17 @@ class PrefixIndex:
     :meth:`hits` relies on this.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, table: Replicas) -> None:
+        self._table = table
         self._bitmaps: Bitmaps = {}  # a bit for each row
-        self._caches: list[_Cache] = []
-        self._blocks = np.ones(0)  # by row: tokens in a block; only whole blocks can be hits
-        self._trust = np.ones(0)  # by row, see _Cache.learn_trust
+        self._caches = defaultdict[int, _Cache](_Cache)  # by row
         self._places = lru_cache(_PLACES_REMEMBERED)(self._places_of)
 
     def clear(self, row: int) -> None:
         """Empties a row: its replica restarted, or another replica gets the row."""
-        if row == len(self._caches):
-            self._caches.append(_Cache())
-            self._blocks = np.append(self._blocks, 1.0)
-            self._trust = np.append(self._trust, 1.0)
         clear_bit(self._bitmaps, self._caches[row].recent, row)
         self._caches[row] = _Cache()
-        self._trust[row] = 1.0
+        self._table.prefix_trust[row] = 1.0
 
     def enter(self, row: int, prefix: Prefix, capacity: float) -> None:
         """Adds a prompt sent to the replica of ``row``; ``capacity``: tokens in the KV cache."""
@@ -167,10 +163,10 @@ class PrefixIndex:
         if answered := bitmaps.get(prefix.previous_key):
             places = self._places(answered, among)
             expected[places] = np.maximum(expected[places], prefix.previous_tokens)
-        blocks = self._blocks[rows]
+        blocks = self._table.block_size[rows]
         expected = expected // blocks * blocks
         estimated = _nothing(len(rows)).estimated
-        return PrefixHits(expected, expected * self._trust[rows], estimated)
+        return PrefixHits(expected, expected * self._table.prefix_trust[rows], estimated)
 
     def tokens(self, row: int) -> float:
         cache = self._caches[row]
@@ -188,19 +184,18 @@ class PrefixIndex:
         """Updates the trust in a replica from a response that reports ``tokens`` cached tokens."""
         cache = self._caches[row]
         cache.reported += prompt
-        self._trust[row] = cache.learn_trust(expected, tokens)
+        self._table.prefix_trust[row] = cache.learn_trust(expected, tokens)
 
     def polled(self, row: int, state: ReplicaState) -> None:
         """Updates the trust in a replica from its counters, if most responses report no hits."""
         cache = self._caches[row]
-        self._blocks[row] = state.block_size
         before = cache.before = cache.before or state
         prompts = state.prompt_tokens - before.prompt_tokens
         if prompts < _ENOUGH_TOKENS:
             return
         if cache.reported < cache.sent / 2:
             hits = (state.cached_tokens - before.cached_tokens) / prompts
-            self._trust[row] = cache.learn_trust(cache.expected, hits * cache.sent)
+            self._table.prefix_trust[row] = cache.learn_trust(cache.expected, hits * cache.sent)
         cache.before, cache.sent, cache.reported = state, 0.0, 0.0
         cache.expected = 0.0
 
@@ -210,6 +205,6 @@ class PrefixIndex:
         Each model has an array of rows of its own, mostly with the same rows. So they come as
         bytes: equal rows share a place in the cache.
         """
-        octets = np.frombuffer(bitmap.to_bytes(len(self._caches) // 8 + 1, "little"), np.uint8)
+        octets = np.frombuffer(bitmap.to_bytes(len(self._table) // 8 + 1, "little"), np.uint8)
         held = np.unpackbits(octets, bitorder="little")
         return held[np.frombuffer(among, np.intp)].nonzero()[0]

@@ -42,6 +42,7 @@ class Reconciliation:
         engines = max(state.engines, 1)
         capacity = float(state.kv_tokens or profile.kv_tokens * engines)
         replicas.kv_capacity[row] = capacity
+        replicas.block_size[row] = state.block_size
         replicas.by_priority[row] = state.by_priority
         replicas.token_budget[row] = profile.token_budget * engines
         replicas.longest_prompt[row] = min(state.max_model_len or inf, capacity / engines)

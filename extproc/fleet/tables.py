@@ -116,6 +116,8 @@ class Replicas(Columns, Table):
     profile_prefill: Floats  # seconds per prompt token, by its profile
     decode_slowness: Floats  # seconds of a usual step ÷ those of its profile; above 0
     sampled_at: Floats  # when the last poll's figures were taken
+    block_size: Floats  # tokens in a KV block; only whole blocks can be in the prefix cache
+    prefix_trust: Floats  # factor of the tokens that the prefix index expects, 0…1
     adapter_at: Floats  # when a further LoRA adapter would get a slot; a past time: now
     adapter_load_s: Floats  # seconds to load an adapter; 0: serves none, as far as known
     idle_adapter_at: Floats  # last use of the adapter that is evicted next; −∞: a slot is empty
