@@ -45,7 +45,6 @@ class Eligibility:
         self._names = names
         self._rows = rows
         self.conditions: dict[str, Condition] = {}  # of each member
-        self._any_measured = False
         self._failed_at = -inf  # last failure of any replica
         self._stalls_checked_at = clock()
         self._changed = False
@@ -337,11 +336,11 @@ class Eligibility:
             self._changed |= member.check_stall(name in stale, now)
 
     def _set_new(self, member: Condition) -> None:
-        """Begins slow start when a member is first healthy, if a member was measured before; ends
+        """Begins slow start when a member is first healthy, if another member is measured. Ends
         slow start when the member itself is measured."""
         was_new = member.new
         if member.state.measured:
-            self._any_measured, member.new = True, False
+            member.new = False
         elif member.state.healthy and member.new is None:
-            member.new = self._any_measured
+            member.new = any(other.state.measured for other in self.conditions.values())
         self._changed |= member.new != was_new
