@@ -86,8 +86,7 @@ class Members:
         """First model in the list that members share; None: their lists differ, or no member has a
         list."""
         served = {state.models for state in self if state.models}
-        names = served.pop() if len(served) == 1 else ()
-        return names[0] if names else None
+        return served.pop()[0] if len(served) == 1 else None
 
     @property
     def models(self) -> list[str]:

@@ -133,8 +133,7 @@ class PrefixIndex:
             return
         recent = cache.recent
         new = [*filterfalse(recent.__contains__, keys)]
-        if known := len(keys) - len(new):
-            cache.expected += known * prefix.unit
+        cache.expected += (len(keys) - len(new)) * prefix.unit
         if prefix.whole:
             keys.append(prefix.whole)
             new.append(prefix.whole)
