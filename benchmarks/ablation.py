@@ -161,7 +161,7 @@ PARTS = {
         lambda _: lambda self, prefix, rows: import_module(_PREFIXES)._nothing(len(rows)),
     ),
     "trust in the prefix index": AblatedPart(f"{_PREFIXES}:_Cache.learn_trust", _returning(1.0)),
-    "adapters": AblatedPart(f"{_FLEET}.adapter_times", _returning(None)),
+    "adapters": AblatedPart("extproc.fleet.adapters:AdapterSlots.times", _returning(None)),
     "digests of other routers": AblatedPart(f"{_FLEET}.receive_digest", _returning(None)),
     "prompts of other routers": AblatedPart(f"{_FLEET}.receive_prompts", _returning(None)),
     "load that only polls show": AblatedPart(

@@ -1,7 +1,6 @@
 """State of one replica at a scrape: pollers write it, and routers read it."""
 
 import sys
-from collections.abc import Callable
 from typing import Annotated, final
 
 from msgspec import Meta, Struct, msgpack
@@ -88,18 +87,17 @@ class ReplicaState(EngineFigures, frozen=True, kw_only=True, omit_defaults=True)
     )
 
     @property
-    def speed(self) -> float | None:
-        """Speed of the usual decode step: learned ÷ the profile's; None: not measured."""
-        return self._speed(lambda step: step.usual)
-
-    @property
-    def prefill_speed(self) -> float | None:
-        """Speed of prefill: learned ÷ the profile's; None: not measured."""
-        return self._speed(lambda step: step.c_prefill)
-
-    def _speed(self, seconds: Callable[[StepModel], float]) -> float | None:
-        learned = seconds(self.learned) if self.learned is not None and self.measured else 0.0
-        return seconds(profile_or_default(self.profile).step) / learned if learned else None
+    def speeds(self) -> dict[str, float]:
+        """Speed of the usual decode step and of prefill, by phase: learned ÷ the profile's. A phase
+        that was not measured is missing."""
+        if self.learned is None or not self.measured:
+            return {}
+        learned, profile = self.learned, profile_or_default(self.profile).step
+        seconds = {
+            "decode": (learned.usual, profile.usual),
+            "prefill": (learned.c_prefill, profile.c_prefill),
+        }
+        return {phase: expected / actual for phase, (actual, expected) in seconds.items() if actual}
 
 
 _DECODER = msgpack.Decoder(ReplicaState)

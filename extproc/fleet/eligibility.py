@@ -5,6 +5,7 @@ Envoy calls the mechanisms health checks, outlier detection, panic threshold and
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from math import inf
 
 import numpy as np
@@ -21,8 +22,7 @@ from extproc.replica_state import STALE_AFTER_S, ReplicaState
 _MAX_EJECTED = 0.5  # share of the members, at least one member
 _STALL_CHECK_S = 1.0  # time between two checks for stalls
 _SUSPECT_S = 2 * LONGEST_EJECTION_S  # longer than the time to a failing replica's next trial
-_REMEMBERED_ROWS = 200_000  # rows of all remembered candidates: 10 MB
-_MOST_REMEMBERED = 1_000  # remembered candidates
+_MOST_REMEMBERED = 1_000  # remembered candidates: 5 MB with 100 members
 _FAILING = f"ejected: {TOLERATED} or more consecutive requests failed"
 
 _Rule = Callable[[Condition], str]  # text of the exclusion, for people; empty: none
@@ -45,12 +45,11 @@ class Eligibility:
         self._names = names
         self._rows = rows
         self.conditions: dict[str, Condition] = {}  # of each member
-        self._any_measured = False
         self._failed_at = -inf  # last failure of any replica
         self._stalls_checked_at = clock()
         self._changed = False
         self._next_end = inf  # end of the next exclusion that lasts a fixed time
-        self._candidates: dict[tuple[str, frozenset[str] | None, bool], Candidates] = {}
+        self._candidates = lru_cache(_MOST_REMEMBERED)(self._choose)
 
     # -- events -----------------------------------------------------------------------------
 
@@ -165,18 +164,11 @@ class Eligibility:
         now = self._clock()
         if self._changed or now >= self._next_end:
             self._changed = False
-            self._candidates.clear()
+            self._candidates.cache_clear()
             self._any_new = any(member.new for member in self.conditions.values())
             ends = (end for member in self.conditions.values() for end in member.ends())
             self._next_end = min((end for end in ends if end > now), default=inf)
-        key = model, among, response_visible
-        found = self._candidates.get(key)
-        if found is None:
-            rows = len(self._candidates) * len(self.conditions)
-            if rows >= _REMEMBERED_ROWS or len(self._candidates) >= _MOST_REMEMBERED:
-                self._candidates.clear()
-            found = self._candidates[key] = self._choose(*key)
-        return found
+        return self._candidates(model, among, response_visible)
 
     def without_full(self, view: FleetView, model: str) -> Candidates | None:
         """Returns the candidates without new members that already have as many requests as slow
@@ -344,11 +336,11 @@ class Eligibility:
             self._changed |= member.check_stall(name in stale, now)
 
     def _set_new(self, member: Condition) -> None:
-        """Begins slow start when a member is first healthy, if a member was measured before; ends
+        """Begins slow start when a member is first healthy, if another member is measured. Ends
         slow start when the member itself is measured."""
         was_new = member.new
         if member.state.measured:
-            self._any_measured, member.new = True, False
+            member.new = False
         elif member.state.healthy and member.new is None:
-            member.new = self._any_measured
+            member.new = any(other.state.measured for other in self.conditions.values())
         self._changed |= member.new != was_new

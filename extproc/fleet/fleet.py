@@ -11,7 +11,18 @@ from numpy.typing import NDArray
 
 from extproc.fleet.adapters import AdapterSlots
 from extproc.fleet.announcements import OwnerMap, PromptLog, SentPrompt
-from extproc.fleet.digest import DECODED, EXPECTED, Digest
+from extproc.fleet.digest import (
+    BACKLOG,
+    DECODED,
+    DECODING,
+    EXPECTED,
+    KV,
+    QUEUED,
+    QUEUED_SEQUENCES,
+    REMAINING,
+    REQUESTS,
+    Digest,
+)
 from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.held_blocks import HeldBlocks
@@ -23,7 +34,6 @@ from extproc.fleet.progress import Progress
 from extproc.fleet.reconcile import Reconciliation
 from extproc.fleet.tables import POLICY_COLUMNS, UNBOUNDED_TOKENS, Replicas, Requests
 from extproc.ground.clock import Clock, monotonic, wall
-from extproc.predict.completion import AdapterTimes
 from extproc.predict.correction import Corrections, FirstTokens
 from extproc.predict.inputs import (
     Candidates,
@@ -84,7 +94,7 @@ class Fleet:
         self.prompt_log = PromptLog()
         self.blocks = HeldBlocks(clock)
         self.peers = Peers(self.router, replicas, rows, clock, wall)
-        self._prefixes = PrefixIndex()
+        self._prefixes = PrefixIndex(replicas)
         self._corrections = Corrections(clock())
         self.first_tokens = FirstTokens()
         self._unmeasured: dict[int, ProvisionalSpeed] = {}
@@ -119,7 +129,7 @@ class Fleet:
         self._progress.advance(now)
         row = self._rows[state.id] if state.id in self._rows else self._join(state)
         before = self.members.by_row[row]
-        idle = not self._replicas.requests.item(row) + self._replicas.peers_requests.item(row)
+        idle = not self._replicas.requests.item(row) + self._replicas.peers.item(REQUESTS, row)
         prefilled_sent_at = self._replicas.prefilled_sent_at.item(row)
         frozen = self.eligibility.polled(state, age, idle, prefilled_sent_at)
         self.blocks.polled(state)
@@ -133,7 +143,8 @@ class Fleet:
             state = replace(state, output_lengths=before.output_lengths)
         self.members.by_row[row] = state
         if before.models != state.models:
-            self.members.models_removed(before.models, now, state.models)
+            gone = (model for model in before.models if model not in state.models)
+            self.members.models_departed(dict.fromkeys(gone, now))
         is_repeated = state.scraped_at == before.scraped_at
         ignored = frozen or is_repeated or is_older or not state.healthy or state.unanswered_s > 0.0
         restarted = not ignored and (fell or before.started_at not in (0.0, state.started_at))
@@ -173,12 +184,13 @@ class Fleet:
         if state.output_lengths == before or not state.models:
             return
         known = dict(before)
-        counts = [(edge, max(n - known.get(edge, 0.0), 0.0)) for edge, n in state.output_lengths]
+        counts = {edge: max(n - known.get(edge, 0.0), 0.0) for edge, n in state.output_lengths}
         self.lengths.observe_counts(state.models[0], counts)
 
     def remove(self, replica: str) -> None:
         """Removes a replica from the members; its requests in flight stay until they end."""
-        self.members.models_removed(self.members.models_on(replica), self._clock())
+        models = self.members.models_on(replica)
+        self.members.models_departed(dict.fromkeys(models, self._clock()))
         self._unmeasured.pop(self._rows.pop(replica, -1), None)
         self.eligibility.forget(replica)
         self.blocks.forget(replica)
@@ -232,7 +244,7 @@ class Fleet:
 
     @property
     def in_flight(self) -> int:
-        return len(self._ledger)
+        return len(self._requests)
 
     @property
     def external_requests(self) -> float:
@@ -410,15 +422,15 @@ class Fleet:
         row, table = self._rows.get(replica), self._replicas
         if row is None:
             return inf
-        others = table.external.item(row) + table.peers_requests.item(row)
+        others = table.external.item(row) + table.peers.item(REQUESTS, row)
         if table.requests.item(row) + others <= 0.0:
             return inf
-        queued = table.queued.item(row) + table.peers_queued.item(row)
+        queued = table.queued.item(row) + table.peers.item(QUEUED, row)
         taken = table.batch.item(row) + max(queued, table.polled_waiting.item(row))
         if not table.by_priority.item(row) and taken > table.max_num_seqs.item(row):
             return -inf  # with priorities, a request may overtake the queued ones
         backlog = table.joining.item(row) + table.external_backlog.item(row)
-        backlog += table.peers_backlog.item(row)
+        backlog += table.peers.item(BACKLOG, row)
         return table.kv_capacity.item(row) - table.kv_used.item(row) - backlog
 
     # -- views for policies -----------------------------------------------------------------
@@ -504,10 +516,10 @@ class Fleet:
         view.taken = view.kv_used + view.joining + view.external_backlog
         view.outside_steps = self.first_tokens.outside_steps
         if self.peers.counted:
-            view.requests += table.peers_requests[rows]
-            view.queued += table.peers_queued[rows]
-            view.enqueued += table.peers_backlog[rows]
-            view.taken += table.peers_backlog[rows]
+            view.requests += table.peers[REQUESTS][rows]
+            view.queued += table.peers[QUEUED][rows]
+            view.enqueued += table.peers[BACKLOG][rows]
+            view.taken += table.peers[BACKLOG][rows]
         view.requests += view.external
         view.waiting = np.maximum(view.queued, view.polled_waiting)
         view.backlog = view.enqueued - view.prefilled + view.external_backlog
@@ -543,20 +555,15 @@ class Fleet:
             keep = (on >= 0).nonzero()[0]
             on, figures = on[keep], figures.take(keep, axis=1)
         if self.peers.counted:
-            weight = (table.peers_queued_sequences + table.peers_decoding)[rows]
-            tokens = (table.peers_kv + table.peers_backlog)[rows]
-            on, figures = _beside(on, figures, weight, tokens, table.peers_remaining[rows])
+            weight = (table.peers[QUEUED_SEQUENCES] + table.peers[DECODING])[rows]
+            tokens = (table.peers[KV] + table.peers[BACKLOG])[rows]
+            on, figures = _beside(on, figures, weight, tokens, table.peers[REMAINING][rows])
         external = table.external[rows]
         if len(external.nonzero()[0]):
             tokens = np.maximum(table.kv_unattributed[rows], 0.0)
             remaining = external * self.lengths.expected(0, UNBOUNDED_TOKENS)
             on, figures = _beside(on, figures, external, tokens, remaining)
         return Sequences(on, *figures)
-
-    def adapter_times(self, view: FleetView) -> AdapterTimes | None:
-        """Returns the times that a LoRA adapter adds to a request; None: the model is no
-        adapter."""
-        return self.adapters.times(view, self._clock()) if view.adapters else None
 
 
 def _beside(

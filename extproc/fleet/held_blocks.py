@@ -3,13 +3,13 @@
 from bisect import bisect_left
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, repeat
 from math import inf, nan
 
 import numpy as np
 from msgspec import Struct
 
-from extproc.fleet.prefix_index import ReplicaBitmaps
+from extproc.fleet.prefix_index import Bitmaps, clear_bit, set_bit
 from extproc.ground.clock import Clock
 from extproc.predict.inputs import Floats
 from extproc.replica_state import ReplicaState
@@ -75,7 +75,7 @@ class HeldBlocks:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._replicas: dict[str, _ReplicaBlocks] = {}
-        self._bitmaps = ReplicaBitmaps()
+        self._bitmaps: Bitmaps = {}
 
     def follows(self, replica: str, update: BlockUpdate) -> bool:
         """Returns True if an update can be applied: it is whole and new, or comes directly after
@@ -125,8 +125,7 @@ class HeldBlocks:
     def sent(self, replica: str, prefix: Prefix, adapter: str) -> None:
         """Adds the blocks of a dispatched prompt at once, because the replica stores them before it
         looks up the next prompt."""
-        blocks = self._replicas.get(replica)
-        if blocks is not None and self._is_known(blocks):
+        if blocks := self._known(replica):
             until = self._clock() + _STORED_WITHIN_S
             keys = _keys(prefix, adapter, blocks.block_size)
             new = [key for key in keys if key not in blocks.keys]
@@ -145,10 +144,8 @@ class HeldBlocks:
 
     def count(self, replica: str) -> int | None:
         """Returns the number of blocks that a replica reported; None: unknown at present."""
-        blocks = self._replicas.get(replica)
-        if blocks is None or not self._is_known(blocks):
-            return None
-        return len(blocks.keys) - len(blocks.expected)
+        blocks = self._known(replica)
+        return None if blocks is None else len(blocks.keys) - len(blocks.expected)
 
     def hits(
         self, prefix: Prefix, adapters: Sequence[str], replicas: Sequence[str]
@@ -166,46 +163,46 @@ class HeldBlocks:
             return None
         tokens = np.full(len(replicas), nan)
         runs: dict[tuple[int, str], list[tuple[int, int]]] = {}  # by block size and adapter
-        for place, blocks in enumerate(map(self._replicas.get, replicas)):
-            if blocks is not None and self._is_known(blocks):
+        for place, replica in enumerate(replicas):
+            if blocks := self._known(replica):
                 kind = size, adapter = blocks.block_size, adapters[place] if adapters else ""
                 if kind not in runs:
-                    runs[kind] = self._runs(_keys(prefix, adapter, size))
+                    runs[kind] = [*self._runs(_keys(prefix, adapter, size))]
                 tokens[place] = size * _blocks_held(blocks.bit, runs[kind])
         return tokens if runs else None
 
     def count_known(self) -> int:
         """Returns the number of replicas whose blocks are known."""
-        return sum(map(self._is_known, self._replicas.values()))
+        return sum(self._known(replica) is not None for replica in self._replicas)
 
-    def _runs(self, keys: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns pairs: a bitmap of replicas, and the number of leading blocks that all of these
+    def _runs(self, keys: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yields pairs: a bitmap of replicas, and the number of leading blocks that all of these
         replicas hold.
 
         From pair to pair the number of blocks rises and replicas drop out. Each bitmap is
         intersected with those before, because a replica may lack a block and hold a later one.
         """
-        runs: list[tuple[int, int]] = []
         end, all_before = 0, -1
-        for bitmap, same in groupby(self._bitmaps.of_keys(keys)):
+        for bitmap, same in groupby(map(self._bitmaps.get, keys, repeat(0))):
             all_before &= bitmap
             if not all_before:
-                break
+                return
             end += len([*same])
-            runs.append((all_before, end))
-        return runs
+            yield all_before, end
 
-    def _is_known(self, blocks: _ReplicaBlocks) -> bool:
-        return self._clock() <= blocks.known_until
+    def _known(self, replica: str) -> _ReplicaBlocks | None:
+        """Returns the blocks of a replica, or None if they are unknown at present."""
+        blocks = self._replicas.get(replica)
+        return blocks if blocks is not None and self._clock() <= blocks.known_until else None
 
     def _add(self, blocks: _ReplicaBlocks, keys: Collection[int]) -> None:
         blocks.keys.update(keys)
-        self._bitmaps.add(keys, blocks.bit)
+        set_bit(self._bitmaps, keys, blocks.bit)
 
     def _drop(self, blocks: _ReplicaBlocks, keys: Iterable[int]) -> None:
         gone = blocks.keys.intersection(keys)
         blocks.keys -= gone
-        self._bitmaps.drop(gone, blocks.bit)
+        clear_bit(self._bitmaps, gone, blocks.bit)
         _expect_no_more(blocks, gone)
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple, NewType, cast
 
 import numpy as np
 
+from extproc.fleet.digest import BACKLOG
 from extproc.fleet.progress import Progress
 from extproc.fleet.tables import Replicas, Requests, count
 from extproc.predict.inputs import Floats, Indices
@@ -40,9 +41,6 @@ class Ledger:
         self._lengths = lengths
         self._row: dict[int, int] = {}
         self._tickets = 0
-
-    def __len__(self) -> int:
-        return len(self._requests)
 
     def enter(self, replica: int, profile: RequestProfile, now: float, cached: float) -> Ticket:
         """Adds a request that is dispatched now; ``cached``: prompt tokens in the prefix cache."""
@@ -113,8 +111,6 @@ class Ledger:
     def move(self, ticket: Ticket, replica: int, cached: float) -> None:
         """Moves a retried request to another replica; ``cached``: prompt tokens cached there."""
         requests, row = self._requests, self._row[ticket]
-        if requests.replica[row] == replica:
-            return
         self._dequeue(row)
         count(self._replicas, requests, row, -1)
         requests.replica[row] = replica
@@ -159,7 +155,7 @@ class Ledger:
         prompt_end = replicas.enqueued.item(replica) + tokens
         replicas.enqueued[replica] = prompt_end
         backlog = (
-            prompt_end - replicas.prefilled.item(replica) + replicas.peers_backlog.item(replica)
+            prompt_end - replicas.prefilled.item(replica) + replicas.peers.item(BACKLOG, replica)
         )
         replicas.chunk[replica] = max(min(backlog, replicas.token_budget.item(replica)), 1.0)
         if replicas.by_priority.item(replica):

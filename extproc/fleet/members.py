@@ -1,6 +1,7 @@
 """Members of the pool: their rows in the tables, the models that they serve, and stale ones."""
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
+from math import inf
 from random import Random
 from types import MappingProxyType
 
@@ -85,8 +86,7 @@ class Members:
         """First model in the list that members share; None: their lists differ, or no member has a
         list."""
         served = {state.models for state in self if state.models}
-        names = served.pop() if len(served) == 1 else ()
-        return names[0] if names else None
+        return served.pop()[0] if len(served) == 1 else None
 
     @property
     def models(self) -> list[str]:
@@ -103,19 +103,13 @@ class Members:
         state = self.get(replica)
         return () if state is None else state.models
 
-    def models_removed(self, before: Sequence[str], now: float, after: Sequence[str] = ()) -> None:
-        """Remembers the models that a replica served ``before`` and does not serve ``after``."""
-        for model in before:
-            if model not in after:
-                self.departed_models.pop(model, None)
-                self.departed_models[model] = now
-        while len(self.departed_models) > MODELS_REMEMBERED:
-            del self.departed_models[next(iter(self.departed_models))]
-
-    def recall(self, departed: Mapping[str, float]) -> None:
-        """Adds models that stopped being served before this router started, with their times."""
-        both = sorted({**departed, **self.departed_models}.items(), key=lambda pair: pair[1])
-        self.departed_models = dict(both[-MODELS_REMEMBERED:])
+    def models_departed(self, times: Mapping[str, float]) -> None:
+        """Remembers when a replica stopped serving each of these models. The latest time counts;
+        it may be from before this router started."""
+        known = self.departed_models
+        latest = {model: max(at, known.get(model, -inf)) for model, at in times.items()}
+        by_time = sorted((known | latest).items(), key=lambda pair: pair[1])
+        self.departed_models = dict(by_time[-MODELS_REMEMBERED:])
 
     def served_lately(self, model: str, now: float) -> bool:
         """Returns True if a member lists the model, or if a replica listed it within the last

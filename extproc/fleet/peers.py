@@ -1,5 +1,6 @@
 """Load of the other routers, the peers: their last digests, moved forward in time."""
 
+from collections import deque
 from collections.abc import Collection, Mapping
 from itertools import islice
 from math import inf, nan
@@ -30,6 +31,7 @@ STALE_S = 0.1  # age above which a digest does more harm than good, as simulatio
 DEAD_S = 1.5
 """Time without a digest after which a peer counts as gone, if the router's own digests come back:
 as long as three whole digests."""
+_MOST_STOPPED = 100  # names that are read once a second
 
 POLLED, POLLED_BEFORE, POLLED_KV = POLLED_ROWS = range(FIGURES, FIGURES + 3)
 """Rows of the load after a digest's figures: the peer's sequences at the last poll and at the poll
@@ -37,7 +39,7 @@ before, and its KV tokens at the last poll. NaN: the peer did not count then."""
 
 
 class Peers:
-    """Sums of the peers' load, in the table of replicas.
+    """Sums of the peers' load, in :attr:`Replicas.peers`.
 
     The load on a replica is ``own + Σ peers + external``, over the peers that count: those whose
     last digest is at most 0.1 s old, or 0.6 s if the peer has no requests. External load is the
@@ -57,15 +59,16 @@ class Peers:
         self._rows = rows
         self._clock = clock
         self._wall = wall
-        self._last: dict[str, Digest] = {}  # by peer, in the order of the arrays; whole queues
-        self._admins: dict[str, str] = {}  # peer → its admin address, if known
+        self._last: dict[str, Digest] = {}
+        """Last digest of each peer, in the order of the arrays. A digest of changes gets what it
+        lacks from the digest before: the rest of the queue, and the admin address."""
         self._totals: dict[str, dict[int, float]] = {}  # by peer: queued work of all replicas
         self._freed: dict[int, None] = {}  # rows in which the requests of a peer became fewer
         self._load = np.zeros((POLLED_ROWS.stop, 0, 0))  # figures, peers, replicas
         self._arrived_at = np.zeros(0)  # when the last digest arrived
         self._fresh_s = np.zeros(0)  # how long the last digest stays fresh
         self._counts = np.zeros(0)  # 1: the peer counts
-        self._stopped: set[str] = set()  # peers that said farewell, see take_stopped
+        self.stopped = deque[str](maxlen=_MOST_STOPPED)  # the last peers that said farewell
         self._echo_s = 0.0  # seconds that the router's last digest took to come back
         self._echo_at = -inf  # when the router's last digest came back
         self._connected_at = -inf
@@ -82,12 +85,8 @@ class Peers:
     @property
     def admins(self) -> Mapping[str, str]:
         """Admin address of each peer, by host and port, as far as they are known."""
-        return {process_address(name): admin for name, admin in self._admins.items()}
-
-    def take_stopped(self) -> Collection[str]:
-        """Returns the names of the peers that said farewell since the last call."""
-        stopped, self._stopped = self._stopped, set()
-        return stopped
+        last = self._last.items()
+        return {process_address(name): digest.admin for name, digest in last if digest.admin}
 
     @property
     def digest_age(self) -> float | None:
@@ -139,22 +138,20 @@ class Peers:
         if name == self._own:
             self._echo_s = max(self._wall() - age - digest.sent_at, 0.0)
             self._echo_at = now - age
-        elif name not in self._last or digest.number > self._last[name].number:
-            if name not in self._last:
+        elif (last := self._last.get(name)) is None or digest.number > last.number:
+            if last is None:
                 self._join()
-            last = self._last.get(name) if digest.kind is DigestKind.CHANGES else None
-            queued = {**last.queued, **digest.queued} if last else digest.queued
-            queued = {replica: work for replica, work in queued.items() if work}
+            elif digest.kind is DigestKind.CHANGES:
+                digest = replace(digest, admin=last.admin, queued=last.queued | digest.queued)
+            queued = {replica: work for replica, work in digest.queued.items() if work}
             self._last[name], self._totals[name] = replace(digest, queued=queued), _total(queued)
-            if digest.admin:
-                self._admins[name] = digest.admin
             place = list(self._last).index(name)
             self._arrived_at[place] = now - age
             changed = bool(digest.replicas) or digest.kind is not DigestKind.CHANGES
             if changed:
                 self._take(place, digest)
             if digest.kind is DigestKind.FAREWELL:
-                self._stopped.add(name)
+                self.stopped.append(name)
                 self._keep(np.arange(len(self)) != place)
         return self.refresh(now) or changed
 
@@ -242,7 +239,6 @@ class Peers:
     def _keep(self, peers: NDArray[np.bool_]) -> None:
         for name in [name for name, keep in zip(self._last, peers, strict=True) if not keep]:
             del self._last[name], self._totals[name]
-            self._admins.pop(name, None)
         self._load = self._load.compress(peers, axis=1)
         self._arrived_at = self._arrived_at[peers]
         self._fresh_s = self._fresh_s[peers]
@@ -271,7 +267,7 @@ class Peers:
 
     def _add_up(self) -> None:
         self.counted = bool(self._counts.any())
-        np.matmul(self._counts, self._load[:FIGURES], out=self._replicas.peers)
+        self._replicas.peers = np.matmul(self._counts, self._load[:FIGURES])
 
 
 def _total(queued: Mapping[str, Mapping[int, float]]) -> dict[int, float]:

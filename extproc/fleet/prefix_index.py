@@ -5,16 +5,17 @@ learns from hits that replicas report.
 """
 
 from bisect import bisect_left
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import filterfalse, repeat
+from itertools import filterfalse
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from extproc.fleet.tables import Replicas
 from extproc.predict.inputs import Floats, Indices
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import Keys, Prefix
@@ -28,32 +29,25 @@ _FULL_TRUST = 5.0  # expected ÷ reported tokens up to which all expected tokens
 _MAX_SHARE = 2.0  # bound of reported ÷ expected tokens: a surplus must not outweigh later misses
 _MEMORY_TOKENS = 50_000.0  # expected tokens after which older reports weigh 1/e as much
 
+Bitmaps = dict[int, int]  # key → bitmap of its replicas, so that one look-up finds all of them
 
-class ReplicaBitmaps:
-    """Bitmaps of the replicas that hold a key, so that one look-up of a key finds all replicas."""
 
-    def __init__(self) -> None:
-        self._bitmaps: dict[int, int] = {}
+def set_bit(bitmaps: Bitmaps, keys: Iterable[int], bit: int) -> None:
+    """Adds a replica to the bitmaps of the keys."""
+    own = 1 << bit
+    for key in keys:
+        bitmaps[key] = bitmaps.get(key, 0) | own
 
-    def add(self, keys: Iterable[int], bit: int) -> None:
-        bitmaps, own = self._bitmaps, 1 << bit
-        for key in keys:
-            bitmaps[key] = bitmaps.get(key, 0) | own
 
-    def drop(self, keys: Iterable[int], bit: int) -> None:
-        bitmaps, others = self._bitmaps, ~(1 << bit)
-        for key in keys:
-            left = bitmaps[key] & others
-            if left:
-                bitmaps[key] = left
-            else:
-                del bitmaps[key]
-
-    def of(self, key: int) -> int:
-        return self._bitmaps.get(key, 0)
-
-    def of_keys(self, keys: Iterable[int]) -> list[int]:
-        return list(map(self._bitmaps.get, keys, repeat(0)))
+def clear_bit(bitmaps: Bitmaps, keys: Iterable[int], bit: int) -> None:
+    """Removes a replica from the bitmaps of the keys, and keys that no replica holds."""
+    others = ~(1 << bit)
+    for key in keys:
+        left = bitmaps[key] & others
+        if left:
+            bitmaps[key] = left
+        else:
+            del bitmaps[key]
 
 
 class PrefixHits(Struct, eq=False):
@@ -119,24 +113,17 @@ class PrefixIndex:
     :meth:`hits` relies on this.
     """
 
-    def __init__(self) -> None:
-        self._bitmaps = ReplicaBitmaps()  # a bit for each row
-        self._caches: list[_Cache] = []
-        self._blocks = np.ones(0)  # by row: tokens in a block; only whole blocks can be hits
-        self._trust = np.ones(0)  # by row, see _Cache.learn_trust
-        self._rows = b""  # rows of the last look-up, as bytes
-        self._places: dict[int, Indices] = {}
-        """Bitmap of replicas → their indices among the rows of the last look-up."""
+    def __init__(self, table: Replicas) -> None:
+        self._table = table
+        self._bitmaps: Bitmaps = {}  # a bit for each row
+        self._caches = defaultdict[int, _Cache](_Cache)  # by row
+        self._places = lru_cache(_PLACES_REMEMBERED)(self._places_of)
 
     def clear(self, row: int) -> None:
         """Empties a row: its replica restarted, or another replica gets the row."""
-        if row == len(self._caches):
-            self._caches.append(_Cache())
-            self._blocks = np.append(self._blocks, 1.0)
-            self._trust = np.append(self._trust, 1.0)
-        self._bitmaps.drop(self._caches[row].recent, row)
+        clear_bit(self._bitmaps, self._caches[row].recent, row)
         self._caches[row] = _Cache()
-        self._trust[row] = 1.0
+        self._table.prefix_trust[row] = 1.0
 
     def enter(self, row: int, prefix: Prefix, capacity: float) -> None:
         """Adds a prompt sent to the replica of ``row``; ``capacity``: tokens in the KV cache."""
@@ -146,8 +133,7 @@ class PrefixIndex:
             return
         recent = cache.recent
         new = [*filterfalse(recent.__contains__, keys)]
-        if known := len(keys) - len(new):
-            cache.expected += known * prefix.unit
+        cache.expected += (len(keys) - len(new)) * prefix.unit
         if prefix.whole:
             keys.append(prefix.whole)
             new.append(prefix.whole)
@@ -156,30 +142,30 @@ class PrefixIndex:
         keys.reverse()
         recent.update(dict.fromkeys(keys))
         deque(map(recent.move_to_end, keys), maxlen=0)
-        self._bitmaps.add(new, row)
+        set_bit(self._bitmaps, new, row)
         evicted = range(len(recent) - cache.capacity)
-        self._bitmaps.drop([recent.popitem(last=False)[0] for _ in evicted], row)
+        clear_bit(self._bitmaps, [recent.popitem(last=False)[0] for _ in evicted], row)
 
     def hits(self, prefix: Prefix, rows: Indices) -> PrefixHits:
         """Returns the tokens of a prompt that the replicas in these rows should hold."""
         keys, bitmaps = prefix.keys, self._bitmaps
-        bitmap = bitmaps.of(keys.item(0)) if len(keys) else 0
+        bitmap = bitmaps.get(keys.item(0), 0) if len(keys) else 0
         if not bitmap:
             return _nothing(len(rows))
-        expected, end = np.zeros(len(rows)), 0
+        expected, end, among = np.zeros(len(rows)), 0, rows.tobytes()
         while bitmap:
             end = self._end_of_run(keys, end, bitmap)
-            after = bitmaps.of(keys.item(end)) if end < len(keys) else 0
-            last = self._places_of(bitmap & ~after, rows)
+            after = bitmaps.get(keys.item(end), 0) if end < len(keys) else 0
+            last = self._places(bitmap & ~after, among)
             expected[last] = end * prefix.unit
             bitmap = after
-        if answered := bitmaps.of(prefix.previous_key):
-            places = self._places_of(answered, rows)
+        if answered := bitmaps.get(prefix.previous_key):
+            places = self._places(answered, among)
             expected[places] = np.maximum(expected[places], prefix.previous_tokens)
-        blocks = self._blocks[rows]
+        blocks = self._table.block_size[rows]
         expected = expected // blocks * blocks
         estimated = _nothing(len(rows)).estimated
-        return PrefixHits(expected, expected * self._trust[rows], estimated)
+        return PrefixHits(expected, expected * self._table.prefix_trust[rows], estimated)
 
     def tokens(self, row: int) -> float:
         cache = self._caches[row]
@@ -188,38 +174,36 @@ class PrefixIndex:
     def _end_of_run(self, keys: Keys, start: int, bitmap: int) -> int:
         """Returns the first index after ``start`` at which the replicas that hold the key are no
         longer exactly those of ``bitmap``; found by bisection."""
-        of = self._bitmaps.of
+        bitmap_of = self._bitmaps.get
         return bisect_left(
-            range(len(keys)), True, start, key=lambda at: of(keys.item(at)) != bitmap
+            range(len(keys)), True, start, key=lambda at: bitmap_of(keys.item(at)) != bitmap
         )
 
     def reported(self, row: int, expected: float, prompt: float, tokens: float) -> None:
         """Updates the trust in a replica from a response that reports ``tokens`` cached tokens."""
         cache = self._caches[row]
         cache.reported += prompt
-        self._trust[row] = cache.learn_trust(expected, tokens)
+        self._table.prefix_trust[row] = cache.learn_trust(expected, tokens)
 
     def polled(self, row: int, state: ReplicaState) -> None:
         """Updates the trust in a replica from its counters, if most responses report no hits."""
         cache = self._caches[row]
-        self._blocks[row] = state.block_size
         before = cache.before = cache.before or state
         prompts = state.prompt_tokens - before.prompt_tokens
         if prompts < _ENOUGH_TOKENS:
             return
         if cache.reported < cache.sent / 2:
             hits = (state.cached_tokens - before.cached_tokens) / prompts
-            self._trust[row] = cache.learn_trust(cache.expected, hits * cache.sent)
+            self._table.prefix_trust[row] = cache.learn_trust(cache.expected, hits * cache.sent)
         cache.before, cache.sent, cache.reported = state, 0.0, 0.0
         cache.expected = 0.0
 
-    def _places_of(self, bitmap: int, rows: Indices) -> Indices:
-        key = rows.tobytes()  # each model has an array of its own, mostly with the same rows
-        if key != self._rows or len(self._places) > _PLACES_REMEMBERED:
-            self._rows, self._places = key, {}
-        places = self._places.get(bitmap)
-        if places is None:
-            octets = np.frombuffer(bitmap.to_bytes(len(self._caches) // 8 + 1, "little"), np.uint8)
-            places = np.unpackbits(octets, bitorder="little")[rows].nonzero()[0]
-            self._places[bitmap] = places
-        return places
+    def _places_of(self, bitmap: int, among: bytes) -> Indices:
+        """Returns the indices of a bitmap's replicas among these rows.
+
+        Each model has an array of rows of its own, mostly with the same rows. So they come as
+        bytes: equal rows share a place in the cache.
+        """
+        octets = np.frombuffer(bitmap.to_bytes(len(self._table) // 8 + 1, "little"), np.uint8)
+        held = np.unpackbits(octets, bitorder="little")
+        return held[np.frombuffer(among, np.intp)].nonzero()[0]

@@ -4,6 +4,7 @@ from math import inf
 
 import numpy as np
 
+from extproc.fleet.digest import BACKLOG, DECODING, KV
 from extproc.fleet.peers import Peers
 from extproc.fleet.reconcile import drop_stale_load
 from extproc.fleet.tables import Replicas, Requests, count
@@ -98,8 +99,8 @@ class Progress:
         kv += replicas.held.item(row) + replicas.kv_unattributed.item(row)
         batch = replicas.decoding.item(row) + replicas.external.item(row)
         if self._peers.counted:
-            batch += replicas.peers_decoding.item(row)
-            kv += replicas.peers_kv.item(row)
+            batch += replicas.peers.item(DECODING, row)
+            kv += replicas.peers.item(KV, row)
         replicas.batch[row], replicas.kv_used[row] = batch, max(kv, 0.0)
         self._set_step(row)
         if len(own):
@@ -145,7 +146,7 @@ class Progress:
         part: Floats | float = 0.0
         queue = replicas.enqueued - replicas.prefilled
         if peers.counted:
-            queue += replicas.peers_backlog
+            queue += replicas.peers[BACKLOG]
         before = replicas.steps.copy() if peers.counted else replicas.steps
         if len((queue > _ROUNDING).nonzero()[0]):
             taken, part = self._prefill(elapsed, queue)
@@ -199,7 +200,6 @@ class Progress:
         for row in rows.tolist():
             count(self._replicas, self._requests, row, -1)
             self._requests.steps_before[row] = inf
-            self._requests.until[row] = 0.0
             count(self._replicas, self._requests, row, 1)
 
     def _set_generated(self, rows: Indices | slice) -> Floats:
@@ -222,8 +222,8 @@ class Progress:
         made = np.bincount(requests.replica, requests.weight * generated, len(replicas))
         kv = made + replicas.held
         if self._peers.counted:
-            replicas.batch += replicas.peers_decoding
-            kv += replicas.peers_kv
+            replicas.batch += replicas.peers[DECODING]
+            kv += replicas.peers[KV]
         np.maximum(kv + replicas.kv_unattributed, 0.0, out=replicas.kv_used)
         loaded = replicas.c_batch * replicas.batch + replicas.c_kv * replicas.kv_used
         np.add(replicas.c0, loaded, out=replicas.decode_step)

@@ -4,6 +4,7 @@ from math import inf
 
 import numpy as np
 
+from extproc.fleet.digest import DECODING, KV, PARTS, QUEUED, REQUESTS
 from extproc.fleet.peers import Peers
 from extproc.fleet.tables import Replicas, Requests
 from extproc.predict.inputs import Floats, Indices, usual_step
@@ -41,6 +42,7 @@ class Reconciliation:
         engines = max(state.engines, 1)
         capacity = float(state.kv_tokens or profile.kv_tokens * engines)
         replicas.kv_capacity[row] = capacity
+        replicas.block_size[row] = state.block_size
         replicas.by_priority[row] = state.by_priority
         replicas.token_budget[row] = profile.token_budget * engines
         replicas.longest_prompt[row] = min(state.max_model_len or inf, capacity / engines)
@@ -51,9 +53,7 @@ class Reconciliation:
     def restarted(self, row: int, steps: float) -> None:
         """Begins a replica's counts anew: its process restarted, and has made ``steps`` steps."""
         replicas, requests = self._replicas, self._requests
-        own = requests.replica == row
-        requests.steps_before[own] -= replicas.steps[row] - steps
-        requests.until[own] = 0.0
+        requests.steps_before[requests.replica == row] -= replicas.steps[row] - steps
         replicas.steps[row] = replicas.polled_steps[row] = steps
         replicas.begun[row] = replicas.sent[row]
         replicas.polled_firsts[row] = 0.0
@@ -103,14 +103,14 @@ class Reconciliation:
         """
         replicas = self._replicas
         if in_time := state.scrape_seconds <= _LATE:
-            known = sum(self._requests.parts[at_poll].tolist()) + replicas.peers_parts.item(row)
+            known = sum(self._requests.parts[at_poll].tolist()) + replicas.peers.item(PARTS, row)
             replicas.unattributed_before[row] = replicas.unattributed[row]
             replicas.unattributed[row] = state.running + state.waiting - known
             replicas.set_external()
         self._peers.polled(row, sequences=in_time)
         replicas.polled_waiting[row] = state.waiting
         replicas.polled_kv_usage[row] = state.kv_usage
-        may_wait = replicas.queued.item(row) + replicas.peers_queued.item(row)
+        may_wait = replicas.queued.item(row) + replicas.peers.item(QUEUED, row)
         waiting = min(max(state.waiting - may_wait, 0.0), replicas.external.item(row))
         prompt = (state.prompt_tokens - state.cached_tokens) / max(state.first_tokens, 1.0)
         replicas.external_backlog[row] = waiting * prompt
@@ -125,10 +125,10 @@ class Reconciliation:
         """
         replicas, requests = self._replicas, self._requests
         polled = state.kv_usage * replicas.kv_capacity.item(row)
-        replicas.kv_unattributed[row] = polled - replicas.peers_kv.item(row)
+        replicas.kv_unattributed[row] = polled - replicas.peers.item(KV, row)
         if not len(at_poll):
             return
-        others = replicas.peers_decoding.item(row) + replicas.external.item(row)
+        others = replicas.peers.item(DECODING, row) + replicas.external.item(row)
         run = at_poll[requests.parts[at_poll].cumsum() <= state.running - others]
         end, prefilled = requests.prompt_end[run], replicas.prefilled.item(row)
         begun = (requests.steps_before[run] < inf) & (end <= prefilled)
@@ -136,7 +136,7 @@ class Reconciliation:
         prompt = requests.prompt[run]
         part = np.maximum(prefilled - self._prefill_rate(row) * age - (end - prompt), 0.0)
         part = np.minimum(part, prompt)  # np.clip takes three times as long
-        known = float(np.where(begun, whole, part).sum()) + replicas.peers_kv.item(row)
+        known = float(np.where(begun, whole, part).sum()) + replicas.peers.item(KV, row)
         replicas.kv_unattributed[row] = polled - known
 
     # -- prefills ---------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class Reconciliation:
         """
         replicas, requests = self._replicas, self._requests
         counts_firsts = state.first_tokens > 0 or state.generated_tokens == 0
-        others = replicas.peers_requests.item(row) + replicas.external.item(row)
+        others = replicas.peers.item(REQUESTS, row) + replicas.external.item(row)
         queued = max(state.waiting - others, 0.0)
         budget = replicas.token_budget.item(row)
         begun = self._last_begun(row, order, state, queued, counts_firsts and not others)

@@ -116,6 +116,8 @@ class Replicas(Columns, Table):
     profile_prefill: Floats  # seconds per prompt token, by its profile
     decode_slowness: Floats  # seconds of a usual step ÷ those of its profile; above 0
     sampled_at: Floats  # when the last poll's figures were taken
+    block_size: Floats  # tokens in a KV block; only whole blocks can be in the prefix cache
+    prefix_trust: Floats  # factor of the tokens that the prefix index expects, 0…1
     adapter_at: Floats  # when a further LoRA adapter would get a slot; a past time: now
     adapter_load_s: Floats  # seconds to load an adapter; 0: serves none, as far as known
     idle_adapter_at: Floats  # last use of the adapter that is evicted next; −∞: a slot is empty
@@ -123,27 +125,15 @@ class Replicas(Columns, Table):
     unattributed: Floats  # sequences, at the last poll
     unattributed_before: Floats  # sequences, at the poll before
     kv_unattributed: Floats  # KV tokens, at the last poll
-    # Load of the peers that count:
-    peers_requests: Floats
-    peers_queued: Floats
-    peers_queued_sequences: Floats
-    peers_backlog: Floats
-    peers_decoding: Floats
-    peers_kv: Floats
-    peers_remaining: Floats
-    peers_decoded: Floats
-    peers_expected: Floats
-    peers_parts: Floats
 
-    @property
-    def peers(self) -> Floats:
-        """View of the peers' columns as one array, a row for each column."""
-        return self._floats[-FIGURES:, : self._length]
+    def __init__(self) -> None:
+        super().__init__()
+        self.peers = np.zeros((FIGURES, 0))  # load of the peers that count, by figure and replica
 
     @property
     def unattributed_figures(self) -> Floats:
         """View of the three unattributed columns as one array."""
-        return self._floats[-FIGURES - 3 : -FIGURES, : self._length]
+        return self._floats[-3:, : self._length]
 
     def set_external(self) -> None:
         """Sets the external sequences: the part of the unattributed sequences that two consecutive

@@ -288,9 +288,8 @@ class RouterMetrics:
         self.speed.clear()
         for state in states:
             profile = profile_or_default(state.profile).name
-            for phase, speed in (("decode", state.speed), ("prefill", state.prefill_speed)):
-                if speed is not None:
-                    self.speed.labels(state.id, profile, phase).set(speed)
+            for phase, speed in state.speeds.items():
+                self.speed.labels(state.id, profile, phase).set(speed)
 
     def drop_other_replicas(self, replicas: Container[str]) -> None:
         for counts in (self.decisions, self.failures, self.hits_expected, self.hits_reported):

@@ -1,6 +1,6 @@
 """Prediction errors, learned from requests that have ended."""
 
-from math import exp, inf, log
+from math import exp, inf
 
 import numpy as np
 
@@ -34,9 +34,8 @@ class Corrections:
         self._computed_at = -inf
 
     def clear(self, row: int) -> None:
-        missing = row + 1 - self._sums.shape[1]
-        if missing > 0:
-            self._sums = np.pad(self._sums, ((0, 0), (0, missing)))
+        missing = max(row + 1 - self._sums.shape[1], 0)
+        self._sums = np.pad(self._sums, ((0, 0), (0, missing)))
         self._sums[:, row] = 0.0
         self._computed_at = -inf
 
@@ -161,16 +160,12 @@ class ErrorQuantile:
     """
 
     def __init__(self) -> None:
-        self._log = 0.0
-
-    @property
-    def ratio(self) -> float:
-        return exp(self._log)
+        self.ratio = 1.0
 
     def observe(self, predicted: float, actual: float) -> None:
         if 0.0 < predicted < inf and actual > 0.0:
-            exceeds = log(actual / predicted) > self._log
-            self._log += _STEP * (exceeds - 1.0 + _QUANTILE)
+            exceeds = actual / predicted > self.ratio
+            self.ratio *= exp(_STEP * (exceeds - 1.0 + _QUANTILE))
 
 
 class ErrorQuantiles:

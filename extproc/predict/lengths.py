@@ -1,7 +1,7 @@
 """Output lengths: the tokens that a request will generate, learned from requests that ended."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import inf
 
@@ -51,41 +51,15 @@ def _kinds(profile: RequestProfile) -> list[_Kind]:
     """Kinds of a request, from coarse to fine. Output bounds with the same number of bits share a
     kind."""
     bound = 0 if profile.output_bound is None else profile.output_bound.bit_length()
-    kinds: list[_Kind] = [
-        (profile.model,),
-        (profile.model, profile.endpoint),
-        (profile.model, profile.endpoint, profile.stream, bound),
-    ]
-    if profile.tenant:
-        kinds.append((profile.model, profile.endpoint, profile.stream, bound, profile.tenant))
-    return kinds
+    finest = profile.model, profile.endpoint, profile.stream, bound, profile.tenant
+    sizes = (1, 2, _UNTENANTED, len(finest)) if profile.tenant else (1, 2, _UNTENANTED)
+    return [finest[:size] for size in sizes]
 
 
-class _Rows:
-    """Histogram rows by kind, with the least recently used kind first."""
-
-    def __init__(self, rows: range) -> None:
-        self._free = [*rows]
-        self._of: dict[_Kind, int] = {}
-
-    def find(self, kind: _Kind) -> int | None:
-        return self._of.get(kind)
-
-    def use(self, kind: _Kind) -> None:
-        self._of[kind] = self._of.pop(kind)
-
-    def add(self, kind: _Kind, keep: Callable[[int], bool]) -> int | None:
-        """Gives a kind a free row, else the row of the least recently used kind, which is dropped.
-
-        Returns the row; None if no row may be taken. ``keep``: True if a row must keep its kind.
-        """
-        if not self._free:
-            old = next((old for old, row in self._of.items() if not keep(row)), None)
-            if old is None:
-                return None
-            self._free.append(self._of.pop(old))
-        self._of[kind] = self._free.pop()
-        return self._of[kind]
+def _numbered(rows: range) -> dict[_Kind, int]:
+    """Returns the rows of histograms by kind, the least recently used kind first. At first each row
+    has a number in the place of a kind, which a request's kind then replaces."""
+    return {(row,): row for row in rows}
 
 
 class OutputLengths:
@@ -102,8 +76,8 @@ class OutputLengths:
     """
 
     def __init__(self) -> None:
-        self._rows = _Rows(range(1, 1 + _MOST_KINDS))
-        self._tenants = _Rows(range(1 + _MOST_KINDS, 1 + 2 * _MOST_KINDS))
+        self._rows = _numbered(range(1, 1 + _MOST_KINDS))
+        self._tenants = _numbered(range(1 + _MOST_KINDS, 1 + 2 * _MOST_KINDS))
         self._in_flight = [0] * (1 + 2 * _MOST_KINDS)  # requests by row
         # Suffix sums of the histograms: sequences and their tokens, a row for each kind.
         self._sums: Floats = np.zeros((2, 1 + 2 * _MOST_KINDS, _SUMS))
@@ -115,7 +89,7 @@ class OutputLengths:
         """Returns the row of the request's finest kind that has a histogram; if none has one, row
         0, which counts all requests."""
         for kind in reversed(_kinds(profile)):
-            if (row := self._table(kind).find(kind)) is not None:
+            if (row := self._table(kind).get(kind)) is not None:
                 return row
         return 0
 
@@ -130,7 +104,7 @@ class OutputLengths:
         :meth:`place` returned for the row."""
         self._in_flight[begin // _SUMS] -= 1
 
-    def _table(self, kind: _Kind) -> _Rows:
+    def _table(self, kind: _Kind) -> dict[_Kind, int]:
         return self._tenants if len(kind) > _UNTENANTED else self._rows
 
     def observe(self, profile: RequestProfile, tokens: float) -> None:
@@ -156,19 +130,18 @@ class OutputLengths:
             sums[:, :, bucket:] *= 1.0 + 1.0 / total
         self._sums[:, rows] = sums
 
-    def observe_counts(self, model: str, counts: Sequence[tuple[float, float]]) -> None:
+    def observe_counts(self, model: str, counts: Mapping[float, float]) -> None:
         """Learns from new counts of a replica's own histogram of output lengths.
 
         Args:
             model: model that the replica serves.
-            counts: buckets in rising order: upper bound in tokens, and new requests.
+            counts: buckets in rising order: upper bound in tokens → new requests.
         """
-        edges, requests = zip(*counts, strict=True) if counts else ((), ())
-        total = float(sum(requests))
+        total = float(sum(counts.values()))
         if total > 0:
             rows = self._rows_to_learn([(model,)])
             weight = min(total, _MOST_COUNTED)
-            seen = np.array(requests) * (weight / total) @ _spread(edges)
+            seen = np.array([*counts.values()]) * (weight / total) @ _spread(tuple(counts))
             for row in rows:
                 sums = self._sums[:, row]
                 sums *= _DECAY**weight
@@ -180,14 +153,16 @@ class OutputLengths:
         rows = [0]
         for kind in kinds:
             table = self._table(kind)
-            row = table.find(kind)
+            row = table.pop(kind, None)
             if row is None:
-                row = table.add(kind, lambda row: self._in_flight[row] > 0 or row in rows)
-                if row is None:
+                free = (old for old, at in table.items() if not (self._in_flight[at] or at in rows))
+                oldest = next(free, None)
+                if oldest is None:
                     break
+                row = table.pop(oldest)
                 coarser = self._sums[:, rows[-1]]
                 self._sums[:, row] = coarser * (_PRIOR_WEIGHT / coarser[0, 0])
-            table.use(kind)
+            table[kind] = row  # the most recently used kind is the last
             rows.append(row)
         return rows
 

@@ -66,7 +66,7 @@ class Housekeeping:
         usable = len(fleet.members) - len(excluded)
         needed = pool.demand.replicas(pool.queue, 1 + len(fleet.peers), usable)
         self._metrics.replicas_needed.labels(name).set(needed)
-        pool.routers.look(fleet.peers.addresses, now, fleet.peers.take_stopped())
+        pool.routers.look(fleet.peers.addresses, now, fleet.peers.stopped)
         if fleet.pollers is not None and not self._delays.redis_refusal:  # pollers are known
             pool.pollers.look(fleet.pollers, now, fleet.stopped_pollers)
         if pool.config.serve.steers_all:  # otherwise observed requests count as external at first

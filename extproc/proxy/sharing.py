@@ -186,7 +186,7 @@ async def _remember_models(redis: Redis, pool: str, fleet: Fleet) -> None:
         with suppress(RedisError, OSError):
             if not recalled:
                 found = await read_departed(redis, pool)
-                members.recall({model: at - epoch for model, at in found.items()})
+                members.models_departed({model: at - epoch for model, at in found.items()})
                 recalled = True
             if departed := members.departed_models:
                 times = {model: at + epoch for model, at in departed.items()}

@@ -81,7 +81,7 @@ class Router:
         held = fleet.prefix_hits(profile.prefix, view)
         sequences = fleet.sequences(view)
         prediction = predict(profile, expected, view, sequences, held.cached)
-        adapter = fleet.adapter_times(view)
+        adapter = fleet.adapters.times(view, fleet.now) if view.adapters else None
         if adapter is not None:
             add_adapter(prediction, adapter)
         age, fallback = fleet.peers.digest_age, ""

@@ -82,10 +82,11 @@ class SharedLoad(RuleBasedStateMachine):
         self.fleets[sent.router].first_token(sent.ticket)
 
     @precondition(lambda self: self.requests)
-    @rule(data=st.data(), to=REPLICA)
-    def retry(self, data: st.DataObject, to: int) -> None:
+    @rule(data=st.data())
+    def retry(self, data: st.DataObject) -> None:
         place = data.draw(st.integers(0, len(self.requests) - 1))
         sent = self.requests[place]
+        to = (sent.replica + 1) % REPLICAS
         self.fleets[sent.router].move(sent.ticket, replica(to + 1))
         self.requests[place] = sent._replace(replica=to)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from extproc.fleet.prefix_index import PrefixIndex
+from extproc.fleet.tables import Replicas
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import NO_PREFIX, UNIT_BYTES, Prefix, unit_keys
 
@@ -22,8 +23,17 @@ def prompt(text: str, whole: int = 0, asked: int = 0, answered: float = 0.0) -> 
 
 
 @pytest.fixture
-def prefixes() -> PrefixIndex:
-    index = PrefixIndex()
+def table() -> Replicas:
+    table = Replicas()
+    for _ in ROWS:
+        table.append()
+    table.block_size[:] = 1.0
+    return table
+
+
+@pytest.fixture
+def prefixes(table: Replicas) -> PrefixIndex:
+    index = PrefixIndex(table)
     for row in ROWS:
         index.clear(int(row))
     return index
@@ -99,8 +109,8 @@ def test_replica_holds_no_more_than_its_capacity(prefixes: PrefixIndex) -> None:
     assert not any(sum(units(prefixes, letter)) for letter in "abcd")
 
 
-def test_hits_are_whole_blocks(prefixes: PrefixIndex) -> None:
-    prefixes.polled(0, ReplicaState(id="r", block_size=100))
+def test_hits_are_whole_blocks(prefixes: PrefixIndex, table: Replicas) -> None:
+    table.block_size[0] = 100.0
     prefixes.enter(0, prompt("abcd"), ROOM)
     assert list(prefixes.hits(prompt("abcd"), ROWS).expected) == [200, 0, 0]
 

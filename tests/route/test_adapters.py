@@ -15,7 +15,6 @@ from extproc.fleet.adapters import LOAD_S
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.fleet.members import ModelNames
-from extproc.predict.completion import AdapterTimes
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 from extproc.request.profile import RequestProfile
@@ -340,14 +339,8 @@ def bytecodes(system: AdapterFleet, models: list[str]) -> float:
 def test_adapter_that_no_replica_lists_is_forgotten() -> None:
     system = AdapterFleet(2, max_loras=2)
     for number in (1, 2):
-        assert times(system, "c") is not None
+        assert system.decide("c").situation.adapter is not None
         fewer = {"models": (MODEL, "a", "b"), "adapters": ("a", "b")}
         system.fleet.put(structs.replace(system.state(number), **fewer))
-    assert times(system, "c") is None
-    assert times(system, "a") is not None
-
-
-def times(system: AdapterFleet, model: str) -> AdapterTimes | None:
-    view = system.fleet.view(model)
-    system.fleet.sequences(view)
-    return system.fleet.adapter_times(view)
+    assert system.decide("c").situation.adapter is None
+    assert system.decide("a").situation.adapter is not None

@@ -228,7 +228,7 @@ def _slow(pool: ObservedPool) -> Iterator[str]:
     not fit."""
     speeds = defaultdict[str, list[tuple[ReplicaState, float]]](list)
     for state in pool.fleet.members:
-        if (speed := state.speed) is not None:
+        if (speed := state.speeds.get("decode")) is not None:
             speeds[profile_or_default(state.profile).name].append((state, speed))
     for profile, measured in speeds.items():
         usual = median_high(speed for _, speed in measured)
