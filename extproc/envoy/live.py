@@ -3,7 +3,6 @@
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from random import Random
 
@@ -11,7 +10,7 @@ import aiohttp
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
-from extproc.config import Config, ModelTargets, ReplicaSource
+from extproc.config import Config, ModelTargets
 from extproc.envoy.finding import Finding, Level, worst_first
 from extproc.envoy.live_envoy import check_live_envoy
 from extproc.fleet.members import ModelNames
@@ -90,20 +89,15 @@ async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]
         else (await _check_lone_router(config), None)
     )
     names = {state.id: state.name for state in snapshot.states} if snapshot else {}
-    sources = [*config.replicas]
-    if config.replicas_file is not None:
-        with suppress(OSError, ValueError):  # check_replicas reports these
-            sources += read_replicas(config.replicas_file)
-    for source, (targets, reason) in zip(
-        sources, await asyncio.gather(*map(_resolve, sources)), strict=True
-    ):
-        names |= targets
-        if not targets:
-            text = (
-                f"has no address{reason}: none of its replicas is polled. Correct its name, or "
-                "what resolves it"
-            )
-            found.append(Finding("replicas", Level.ERROR, f"replica {source.where}", text))
+    discovery = Discovery(config.replicas, config.replicas_file, RESOLVE_S)
+    names |= {target.id: target.name for target in await discovery.targets()}
+    discovery.stop()
+    for source, problem in discovery.problems().items():
+        text = (
+            f"has no address ({problem}): none of its replicas is polled. Correct its name, or "
+            "what resolves it"
+        )
+        found.append(Finding("replicas", Level.ERROR, f"replica {source}", text))
     if not names:
         text = f"no replica is known: {_UNROUTED}. Set replicas"
         found.append(Finding("replica", Level.ERROR, f"pool {config.pool}", text))
@@ -114,16 +108,6 @@ async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]
             where = f"replica {with_name(id_, names[id_])}"
             found += [Finding("replica", level, where, text) for level, text in problems]
     return found
-
-
-async def _resolve(source: ReplicaSource) -> tuple[dict[str, str], str]:
-    """Return the replicas of a source (``ip:port`` → name), and the problems of the lookup."""
-    discovery = Discovery([source], None, RESOLVE_S)
-    try:
-        targets = {target.id: target.name for target in await discovery.targets()}
-        return targets, "".join(f" ({problem})" for problem in discovery.problems().values())
-    finally:
-        discovery.stop()
 
 
 def _check_models(models: Mapping[str, ModelTargets], served: set[str]) -> Iterator[Finding]:
