@@ -45,6 +45,7 @@ STALL_S = 1.0
 for a shorter time while its requests proceed."""
 _SILENT_SCRAPES = 2  # consecutive unanswered scrapes that make a replica unhealthy
 _LONGEST_PROBLEM = 200
+_NOT_SCRAPED = "not scraped yet"
 _HANGS = "hangs: accepts connections, but answers neither /metrics nor /health"
 
 
@@ -83,7 +84,8 @@ class PolledReplica:
             "life_s": TTL_S,
         }
         # The last published state; at first, the last state from the replica's previous poller.
-        self.state = None if known is None else structs.replace(known, **self._identity)
+        first = known or self._blank(healthy=False, problem=_NOT_SCRAPED)
+        self.state = structs.replace(first, **self._identity)
         self._figures: PageFigures | None = None
         self._health_asked_at = -inf
         self._silent_scrapes = 0  # consecutive
@@ -98,14 +100,10 @@ class PolledReplica:
         self._task = context.tasks.create_task(self._run())
 
     @property
-    def healthy(self) -> bool:
-        return self.state is not None and self.state.healthy
-
-    @property
     def usable(self) -> bool:
         """True if the published state lets routers send the replica new requests."""
-        state = self.state and self.target.marked(self.state)
-        return bool(state and state.healthy and not (state.asleep or state.draining))
+        state = self.target.marked(self.state)
+        return state.healthy and not (state.asleep or state.draining)
 
     def mark(self, target: Target) -> None:
         """Takes over ``draining`` and ``ready`` of the target; publishes a change at once."""
@@ -150,8 +148,8 @@ class PolledReplica:
     async def _scrape_once(self) -> float:
         started = monotonic()
         if self._silence is None:
-            usual_s = 0.0 if self.state is None else self.state.scrape_seconds
-            self._silence = asyncio.create_task(self._count_silence(usual_s + SILENCE_STEP_S))
+            due_s = self.state.scrape_seconds + SILENCE_STEP_S
+            self._silence = asyncio.create_task(self._count_silence(due_s))
         try:
             figures = await scrape(
                 self._context.session, self.target.id, self._health_is_due(started)
@@ -163,7 +161,7 @@ class PolledReplica:
         seconds = monotonic() - started
         before = self.state
         if self._restarted(figures):
-            before = None
+            before = self._blank()
             self._models.restart()
             self._estimator = self._learned = None
         if self._estimator is None:
@@ -189,7 +187,7 @@ class PolledReplica:
         The request is due every ``HEALTH_EVERY_S`` for a healthy replica, and at each scrape for an
         unhealthy replica.
         """
-        due = not self.healthy or now - self._health_asked_at >= HEALTH_EVERY_S
+        due = not self.state.healthy or now - self._health_asked_at >= HEALTH_EVERY_S
         if due:
             self._health_asked_at = now
         return due
@@ -197,11 +195,11 @@ class PolledReplica:
     def _succeeded(
         self,
         figures: PageFigures,
-        before: ReplicaState | None,
+        before: ReplicaState,
         estimator: Estimator,
         seconds: float,
     ) -> None:
-        if not self.healthy:
+        if not self.state.healthy:
             log.info("replica became healthy", extra={"replica": self.target.title})
         self._backoff.reset()
         self._silent_scrapes = 0
@@ -230,11 +228,13 @@ class PolledReplica:
             self._kv_stream.invalidate()
         is_silent = isinstance(error, SilentError)
         self._silent_scrapes = self._silent_scrapes + 1 if is_silent else 0
-        if self.state and self.healthy and 0 < self._silent_scrapes < _SILENT_SCRAPES:
+        if self.state.healthy and 0 < self._silent_scrapes < _SILENT_SCRAPES:
             self._publish(self.state)  # unchanged, to show routers that the poller is alive
             return
-        problem = self._problem(error)
-        if self.state is None or self.healthy:
+        problem = str(error)
+        if is_silent and self.state.unanswered_s and not isinstance(error, UnreachableError):
+            problem = _HANGS
+        if self.state.healthy or self.state.problem == _NOT_SCRAPED:
             extra = {"replica": self.target.title, "problem": problem}
             log.warning(
                 "replica became unhealthy: routers avoid it until a scrape succeeds", extra=extra
@@ -250,12 +250,7 @@ class PolledReplica:
         if not is_silent:
             self._stop_counting_silence()
             update["unanswered_s"] = 0.0
-        self._publish(structs.replace(self.state or self._blank(), **update))
-
-    def _problem(self, error: ScrapeError) -> str:
-        unanswered = self.state is not None and self.state.unanswered_s > 0.0
-        connects = not isinstance(error, UnreachableError)
-        return _HANGS if unanswered and connects and isinstance(error, SilentError) else str(error)
+        self._update(**update)
 
     async def _count_silence(self, due_s: float) -> None:
         """Waits ``due_s``, then probes the replica until cancelled, and publishes for how long the
@@ -287,7 +282,7 @@ class PolledReplica:
         """Drops everything learned from the replica, because any of it may have caused the
         error."""
         problem = f"its answer led to an error: {type(error).__name__}: {error}"[:_LONGEST_PROBLEM]
-        if self.state is None or self.state.problem != problem:
+        if self.state.problem != problem:
             extra = {"replica": self.target.title}
             log.error(
                 "replica became unhealthy: polling it raised an error, retrying",
@@ -306,22 +301,16 @@ class PolledReplica:
         self._context.into.put(self.target.marked(state))
 
     def _update(self, **values: Any) -> None:
-        if self.state is not None:
-            self._publish(structs.replace(self.state, **values))
+        self._publish(structs.replace(self.state, **values))
 
     def _listed(self, fields: dict[str, Any]) -> None:
         """Publishes the fields of the state that come from the replica's list of models."""
-        before = self.state
-        if before is not None:
-            fields["takes_priority"] |= before.by_priority or before.takes_priority
-            if structs.replace(before, **fields) != before:
-                self._update(**fields)
+        fields["takes_priority"] |= self.state.by_priority or self.state.takes_priority
+        self._update(**fields)
 
     def _restarted(self, figures: PageFigures) -> bool:
         """Returns True if the replica's process is not the process of the last scrape."""
-        last: EngineFigures | None = self._figures or self.state
-        if last is None:
-            return False
+        last: EngineFigures = self._figures or self.state
         if self._serves_another_model(figures):
             return True
         if last.started_at and figures.started_at:  # else only fallen counters show a restart
@@ -335,8 +324,7 @@ class PolledReplica:
     def _serves_another_model(self, figures: PageFigures) -> bool:
         if self._figures is not None:
             return figures.models != self._figures.models
-        known = self.state.models if self.state else ()
-        return bool(known) and not {*figures.models} <= {*known}
+        return bool(self.state.models) and not {*figures.models} <= {*self.state.models}
 
     def _blank(self, **values: Any) -> ReplicaState:
         return ReplicaState(**self._identity, **values)
