@@ -29,8 +29,8 @@ from extproc.poll.scrape import (
     responds,
     scrape,
 )
-from extproc.predict.estimator import Estimator, FleetPrior, coefficients
-from extproc.predict.step import StepModel, hardware_profile
+from extproc.predict.estimator import Estimator, FleetPrior
+from extproc.predict.step import hardware_profile
 from extproc.replica_state import TTL_S, EngineFigures, ReplicaState, checked
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,6 @@ class PolledReplica:
         self._health_asked_at = -inf
         self._silent_scrapes = 0  # consecutive
         self._profile = hardware_profile(target.profile)
-        self._learned = _learned(known, target.profile)
         self._estimator: Estimator | None = None  # None: this process was not scraped yet
         self._models = Models(context.session, target, self._listed)
         self._kv_stream: KvStream | None = None
@@ -163,10 +162,10 @@ class PolledReplica:
         if self._restarted(figures):
             before = self._blank()
             self._models.restart()
-            self._estimator = self._learned = None
+            self._estimator = None
         if self._estimator is None:
             expected = self._profile.expected_step(figures.kv_tokens / figures.engines)
-            self._estimator = Estimator(expected, self._learned)
+            self._estimator = Estimator(expected, before.learned if before.measured else None)
         if seconds <= self._settings.timeout_s:
             self._context.metrics.good.inc()
             self._estimator.poll(figures.counts(started + seconds / 2), self._context.prior.prior)
@@ -292,7 +291,7 @@ class PolledReplica:
         self._context.metrics.failed.inc()
         self._stop_counting_silence()
         self._figures = None
-        self._estimator = self._learned = None
+        self._estimator = None
         self._models.restart()
         self._publish(self._blank(healthy=False, problem=problem))
 
@@ -328,12 +327,3 @@ class PolledReplica:
 
     def _blank(self, **values: Any) -> ReplicaState:
         return ReplicaState(**self._identity, **values)
-
-
-def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
-    """Returns the step times that the replica's previous poller learned; None if it learned none
-    that are valid for this profile."""
-    model = known.learned if known and known.measured and known.profile == profile else None
-    if model and model.c0 and all(0.0 <= value < inf for value in coefficients(model)):
-        return model
-    return None
