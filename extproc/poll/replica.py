@@ -13,7 +13,7 @@ from msgspec import structs
 
 from extproc.config import POLL_JITTER, Config
 from extproc.ground.clock import monotonic, wall
-from extproc.ground.runtime import Backoff, started
+from extproc.ground.runtime import Backoff, started, together
 from extproc.poll.batch import scraped_state
 from extproc.poll.destination import Destination
 from extproc.poll.discovery import Target
@@ -92,11 +92,9 @@ class PolledReplica:
         self._profile = hardware_profile(target.profile)
         self._estimator: Estimator | None = None  # None: this process was not scraped yet
         self._models = Models(context.session, target, self._listed)
-        self._kv_stream: KvStream | None = None
-        if (ports := target.kv_events_ports) is not None:
-            blocks = KvBlocks(context.random, monotonic)
-            self._kv_stream = KvStream(context.zmq, target, ports, blocks, context.into, monotonic)
-        self._task = context.tasks.create_task(self._run())
+        blocks = KvBlocks(context.random, monotonic)
+        self._kv_stream = KvStream(context.zmq, target, blocks, context.into)
+        self._task = context.tasks.create_task(together(self._kv_stream.run(), self._scrape()))
 
     @property
     def usable(self) -> bool:
@@ -113,20 +111,13 @@ class PolledReplica:
     def resend_all(self) -> None:
         """Publishes state and KV blocks again: Redis may have lost them."""
         self._update()
-        if self._kv_stream is not None:
-            self._kv_stream.resend_all()
+        self._kv_stream.resend_all()
 
     def stop(self) -> None:
         """Stops all tasks at once, so that none publishes the state again after its removal."""
         self._task.cancel()
         self._stop_counting_silence()
         self._models.restart()
-
-    async def _run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            if self._kv_stream is not None:
-                tasks.create_task(self._kv_stream.run())
-            await self._scrape()
 
     async def _scrape(self) -> None:
         try:
@@ -204,8 +195,6 @@ class PolledReplica:
         self._silent_scrapes = 0
         self._context.metrics.seconds.observe(seconds)
         self._figures = figures
-        # Several engines have separate caches, and an event does not name its engine.
-        kv_stream = self._kv_stream if figures.engines == 1 else None
         state = scraped_state(
             self._blank(),
             before,
@@ -214,7 +203,8 @@ class PolledReplica:
             measured=estimator.measured,
             scraped_at=wall(),
             scrape_seconds=seconds,
-            kv_update=kv_stream.number if kv_stream is not None else None,
+            # Several engines have separate caches, and an event does not name its engine.
+            kv_update=self._kv_stream.number if figures.engines == 1 else None,
         )
         self._publish(checked(state))
 
@@ -223,8 +213,7 @@ class PolledReplica:
         if self._estimator is not None:
             self._estimator.interrupted()
         self._context.prior.report(self.target.id, None)
-        if self._kv_stream is not None:
-            self._kv_stream.invalidate()
+        self._kv_stream.invalidate()
         is_silent = isinstance(error, SilentError)
         self._silent_scrapes = self._silent_scrapes + 1 if is_silent else 0
         if self.state.healthy and 0 < self._silent_scrapes < _SILENT_SCRAPES:
