@@ -132,8 +132,8 @@ async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
 class IntoRedis(Destination):
     """Writes states and changes of KV blocks into Redis; callers do not wait for the writes.
 
-    After an outage everything is written again, because Redis may be empty. While the poller's
-    heartbeat has lapsed, nothing is written, because another poller may have newer states.
+    Scrapes soon replace states that Redis lost. While the poller's heartbeat has lapsed, nothing is
+    written, because another poller may have newer states.
 
     Args:
         name: name of the poller, unique among pollers.
@@ -151,8 +151,7 @@ class IntoRedis(Destination):
         self._block_writer = BlockWriter(redis, pool)
         self.drain_store = DrainStore(redis, pool, skips)
         self._random = random
-        self._current: dict[str, ReplicaState] = {}
-        self._changed: set[str] = set()  # replicas whose current state has to be written
+        self._changed: dict[str, ReplicaState] = {}  # states to be written
         self._leaving: set[str] = set()  # replicas whose state has to be deleted
         self._states_due = asyncio.Event()
         self._changed_blocks: dict[str, KvBlocks] = {}
@@ -177,8 +176,7 @@ class IntoRedis(Destination):
                 await asyncio.sleep(backoff.next())
 
     def put(self, state: ReplicaState) -> None:
-        self._current[state.id] = state
-        self._changed.add(state.id)
+        self._changed[state.id] = state
         self._leaving.discard(state.id)
         self._states_due.set()
 
@@ -188,8 +186,7 @@ class IntoRedis(Destination):
         self._states_due.set()
 
     def forget(self, replica: str) -> None:
-        self._current.pop(replica, None)
-        self._changed.discard(replica)
+        self._changed.pop(replica, None)
         self._leaving.discard(replica)
         self._changed_blocks.pop(replica, None)
 
@@ -201,15 +198,19 @@ class IntoRedis(Destination):
                 self._leaving -= leaving
             except ResponseError as error:  # Redis may still publish states
                 refusal = error
-            changed, self._changed = self._changed, set()
-            await self._writer.put([self._current[replica] for replica in changed])
+            changed = dict(self._changed)
+            await self._writer.put([*changed.values()])
             if refusal is not None:
                 raise refusal
         except (RedisError, OSError) as error:
-            self._changed.update(self._current)
             self._states_due.set()
             self.outage.failed(error)
             return False
+        self._changed = {
+            replica: state
+            for replica, state in self._changed.items()
+            if state is not changed.get(replica)
+        }
         self.outage.recovered()
         return True
 
