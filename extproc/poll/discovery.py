@@ -124,22 +124,19 @@ class Discovery:
         self._follow(set())
 
     def _targets_of(self, source: ReplicaSource) -> Iterable[Target]:
-        ports = source.kv_events_ports
-        target = partial(Target, profile=source.profile, kv_events_ports=ports)
+        profile, ports = source.profile, source.kv_events_ports
         if source.kubernetes:
             for address, pod in self._watches[source.kubernetes].pods.items():
                 name = "/".join(filter(None, (source.name, pod.name or address)))
-                made = target(address, name, draining=pod.terminating, ready=pod.ready)
-                if ports and pod.rank:  # vLLM adds a data-parallel rank to its ports
-                    shifted = ports[0] + pod.rank, ports[1] + pod.rank
-                    made = replace(made, kv_events_ports=shifted)
-                yield made
+                # vLLM adds a data-parallel rank to its ports.
+                shifted = ports and (ports[0] + pod.rank, ports[1] + pod.rank)
+                yield Target(address, name, profile, shifted, pod.terminating, pod.ready)
             return
         named_at = self._named_at[source]
         last = max(named_at.values(), default=0.0)
         for address, at in named_at.items():
             name = f"{source.name}/{address}" if source.name and source.dns else source.name
-            yield target(address, name or address, draining=last - at > _UNNAMED_S)
+            yield Target(address, name or address, profile, ports, last - at > _UNNAMED_S)
 
     def _named(self, source: ReplicaSource) -> dict[str, float]:
         """Returns each address of a source with the time of the last lookup that found it."""
