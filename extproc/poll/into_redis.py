@@ -158,11 +158,15 @@ class IntoRedis(Destination):
         self._blocks_due = asyncio.Event()
 
     async def run(self) -> None:
-        await together(
-            self._keep_writing(self._states_due, self._write_states),
-            self._keep_writing(self._blocks_due, self._write_blocks),
-            self.drains.follow(self.drain_store, monotonic),
-        )
+        """Writes until cancelled, and then gives up all replicas: other pollers take them over."""
+        try:
+            await together(
+                self._keep_writing(self._states_due, self._write_states),
+                self._keep_writing(self._blocks_due, self._write_blocks),
+                self.drains.follow(self.drain_store, monotonic),
+            )
+        finally:
+            await self.assigner.release()
 
     async def _keep_writing(self, due: asyncio.Event, write: Callable[[], Awaitable[bool]]) -> None:
         backoff = reconnecting(self._random)
@@ -219,9 +223,6 @@ class IntoRedis(Destination):
         if assigned.redis_was_emptied:
             log.warning("redis was emptied: writing everything again")
         return assigned
-
-    async def release(self) -> None:
-        await self.assigner.release()
 
     async def last_states(self, replicas: Collection[str]) -> Mapping[str, ReplicaState]:
         try:

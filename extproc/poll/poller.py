@@ -64,7 +64,6 @@ class Poller:
                         await asyncio.sleep(BEAT_S)
         finally:
             self._discovery.stop()
-            await self._into.release()
 
     async def _rediscover(self) -> None:
         while True:
