@@ -61,7 +61,7 @@ async def _running(config: Config, router: str, envoy_admin: str | None) -> dict
     """Files of the archive, by name: findings, and the router's pages or why it did not answer."""
     # Failures are findings here: do not also log the failures of parts that the checks use.
     logging.getLogger("extproc").addHandler(logging.NullHandler())
-    findings = check_replicas(config) + await check_live(config, envoy_admin)
+    findings = [*check_replicas(config), *await check_live(config, envoy_admin)]
     files = {"findings.txt": _lines(findings)}
     try:
         pages = await fetch_pages(router, list(_PAGES.values()), config.admin)

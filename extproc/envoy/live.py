@@ -43,10 +43,10 @@ _DELETE = "return redis.call('DEL', KEYS[1])"
 Problem = tuple[Level, str]
 
 
-def check_replicas(config: Config) -> list[Finding]:
-    """Return errors for pools without replicas, replicas listed twice, and files of replicas that
+def check_replicas(config: Config) -> Iterator[Finding]:
+    """Yield errors for pools without replicas, replicas listed twice, and files of replicas that
     cannot be used now. Pollers wait until such a file can be used."""
-    finding, found = partial(Finding, "replicas", Level.ERROR), []
+    finding = partial(Finding, "replicas", Level.ERROR)
     for pool in config.each_pool:
         sources, path = [*pool.replicas], pool.replicas_file
         if path is not None:
@@ -55,15 +55,14 @@ def check_replicas(config: Config) -> list[Finding]:
             except (OSError, ValueError) as error:
                 reason = (error.strerror if isinstance(error, OSError) else None) or error
                 text = f"unusable: {reason}: its replicas are not polled. Correct the file or path"
-                found.append(finding(f"replicas_file {path}", text))
+                yield finding(f"replicas_file {path}", text)
         elif not sources and config.state == "memory":
             text = "no replica is configured, and state is 'memory': the router cannot start. "
-            found.append(finding(f"pool {pool.pool}", text + "Set replicas or replicas_file"))
+            yield finding(f"pool {pool.pool}", text + "Set replicas or replicas_file")
         for where, count in Counter(source.where for source in sources).items():
             if count > 1:
                 text = f"listed {count} times: only the first entry counts. Remove the rest"
-                found.append(finding(f"replica {where}", text))
-    return found
+                yield finding(f"replica {where}", text)
 
 
 async def check_live(config: Config, envoy_admin: str | None) -> list[Finding]:
