@@ -91,10 +91,7 @@ class KubernetesWatch:
         if pods != self.pods:
             self.pods = pods
             self.changed()
-        if problem:
-            self._empty.failed(problem)
-        else:
-            self._empty.recovered()
+        self._empty.note(problem)
 
 
 class ServiceWatch(KubernetesWatch):

@@ -202,10 +202,7 @@ class KvStream:
 
     def _note(self, problem: str, error: Exception | None = None) -> None:
         self._is_checked = not problem
-        if problem:
-            self._outage.failed(problem, error)
-        else:
-            self._outage.recovered()
+        self._outage.note(problem, error)
 
 
 class _Batch(NamedTuple):
