@@ -299,7 +299,7 @@ class PolledReplica:
     def _restarted(self, figures: PageFigures) -> bool:
         """Returns True if the replica's process is not the process of the last scrape."""
         last: EngineFigures = self._figures or self.state
-        if self._serves_another_model(figures):
+        if last.models and not {*figures.models} <= {*last.models}:  # it serves another model
             return True
         if last.started_at and figures.started_at:  # else only fallen counters show a restart
             return last.started_at != figures.started_at
@@ -308,11 +308,6 @@ class PolledReplica:
             or figures.prompt_tokens < last.prompt_tokens
             or figures.generated_tokens < last.generated_tokens
         )
-
-    def _serves_another_model(self, figures: PageFigures) -> bool:
-        if self._figures is not None:
-            return figures.models != self._figures.models
-        return bool(self.state.models) and not {*figures.models} <= {*self.state.models}
 
     def _blank(self, **values: Any) -> ReplicaState:
         return ReplicaState(**self._identity, **values)
