@@ -229,16 +229,15 @@ class PolledReplica:
             )
         if isinstance(error, UnreachableError):
             self._models.restart()  # the next process may serve other models
-        update = {
-            "healthy": False,
-            "problem": problem,
-            "kv_update": None,
-            "refuses": isinstance(error, RefusedError),
-        }
         if not is_silent:
             self._stop_counting_silence()
-            update["unanswered_s"] = 0.0
-        self._update(**update)
+        self._update(
+            healthy=False,
+            problem=problem,
+            kv_update=None,
+            refuses=isinstance(error, RefusedError),
+            unanswered_s=self.state.unanswered_s if is_silent else 0.0,
+        )
 
     async def _count_silence(self, due_s: float) -> None:
         """Waits ``due_s``, then probes the replica until cancelled, and publishes for how long the
