@@ -53,7 +53,7 @@ class KubernetesWatch:
     pods: dict[str, Pod] = field(init=False, default_factory=dict)  # by ``ip:port``
 
     def __post_init__(self) -> None:
-        self._reflectors: list[Reflector[Any]] = []
+        self._reflectors: list[Reflector] = []
         source = str(self.wanted)
         self._empty = OutageLog(log, "Kubernetes source has no replicas", each=True, source=source)
 
@@ -81,9 +81,9 @@ class KubernetesWatch:
 
     def _reflect(
         self, kind: type[Any], changed: Callable[[], None], **selection: dict[str, Any]
-    ) -> Reflector[Any]:
+    ) -> Reflector:
         where = {"namespace": self.wanted.namespace, **selection}
-        reflector = Reflector[Any](kind, where, changed, str(self.wanted), self.random)
+        reflector = Reflector(kind, where, changed, str(self.wanted), self.random)
         self._reflectors.append(reflector)
         return reflector
 
@@ -119,7 +119,7 @@ class PoolWatch(KubernetesWatch):
         super().__post_init__()
         name = {"metadata.name": self.wanted.inference_pool}
         self._pools = self._reflect(_InferencePool, self._read, fields=name)
-        self._members: Reflector[core_v1.Pod] | None = None
+        self._members: Reflector | None = None
         self._selector: dict[str, str] | None = None  # labels of the members
 
     def _read(self) -> None:
