@@ -92,10 +92,11 @@ class Discovery:
         if self._file and (listed := self._file.if_changed()) is not None:
             self._listed = listed
         sources = (*self._sources, *self._listed)
-        hosts = {source.host_and_port[0] for source in sources if not source.kubernetes}
+        names = {source.host_and_port[0] for source in sources if not source.kubernetes}
+        self._hosts = {name: self._hosts.get(name) or self._new_host(name) for name in names}
         self._follow({source.kubernetes for source in sources if source.kubernetes})
-        watches = (watch.look_up() for watch in self._watches.values())
-        await asyncio.gather(self._look_up(hosts), *watches)
+        lookups: list[Host | KubernetesWatch] = [*self._hosts.values(), *self._watches.values()]
+        await asyncio.gather(*(lookup.look_up() for lookup in lookups))
         self._named_at = {
             source: self._named(source) for source in sources if not source.kubernetes
         }
@@ -156,10 +157,6 @@ class Discovery:
             kind = PoolWatch if wanted.inference_pool else ServiceWatch
             wake = self._drains.changed.set
             self._watches[wanted] = kind(wanted, wake, self._timeout_s, self._random)
-
-    async def _look_up(self, names: set[str]) -> None:
-        self._hosts = {name: self._hosts.get(name) or self._new_host(name) for name in names}
-        await asyncio.gather(*(host.look_up() for host in self._hosts.values()))
 
 
 def names_replicas(config: Config) -> bool:
