@@ -37,11 +37,7 @@ _SHAPE_ERRORS = {
 
 
 class ConfigError(Exception):
-    """The configuration cannot be used; each of ``problems`` is a line for people."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
+    """The configuration cannot be used; ``args``: lines, each with a problem."""
 
 
 class _Value(NamedTuple):
@@ -68,7 +64,7 @@ def load(flags: Mapping[str, str], env: Mapping[str, str], file: Path | None = N
     except ValidationError as error:
         problems += [_explain(detail, values, file) for detail in error.errors()]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return config
 
 
@@ -92,13 +88,13 @@ def _from_file(path: Path) -> Iterator[tuple[str, _Value]]:
     try:
         content = read_yaml(path)
     except OSError as error:
-        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError([f"{path}: {error}"]) from None
+        raise ConfigError(f"{path}: {error}") from None
     if content is None:
         return
     if not isinstance(content, dict):
-        raise ConfigError([f"{path}: must hold keys and values, not a {type(content).__name__}"])
+        raise ConfigError(f"{path}: must hold keys and values, not a {type(content).__name__}")
     yield from _flat(content, str(path))
 
 
@@ -130,7 +126,7 @@ def _parsed(key: str, text: str, origin: str) -> _Value:
     try:
         return _Value(parse_yaml(text), origin)
     except ValueError as error:
-        raise ConfigError([f"{_place(origin, key)}: {error}"]) from None
+        raise ConfigError(f"{_place(origin, key)}: {error}") from None
 
 
 def _place(origin: str, key: str) -> str:

@@ -52,4 +52,4 @@ def configured(args: argparse.Namespace) -> Config:
     try:
         return settings.load(flags, os.environ, args.config)
     except settings.ConfigError as error:
-        raise UsageError(*error.problems) from None
+        raise UsageError(*error.args) from None

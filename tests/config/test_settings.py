@@ -33,7 +33,7 @@ def problems(
 ) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load(flags or {}, env or {}, file)
-    return caught.value.problems
+    return [*caught.value.args]
 
 
 @pytest.mark.parametrize("key", REMOVED)
