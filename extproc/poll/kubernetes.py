@@ -179,7 +179,8 @@ def pods_of(slices: Iterable[EndpointSlice], port: int | str) -> dict[str, Pod]:
     families: dict[str, str] = {}  # by pod
     found: dict[str, Pod] = {}
     for item in sorted(slices, key=lambda item: item.addressType):
-        number = _number(item, port)
+        ports = {named.name: named.port for named in item.ports or ()}
+        number = port if isinstance(port, int) else ports.get(port)
         if number is None or item.addressType not in ("IPv4", "IPv6"):
             continue
         for endpoint in item.endpoints or ():
@@ -192,12 +193,6 @@ def pods_of(slices: Iterable[EndpointSlice], port: int | str) -> dict[str, Pod]:
                 pod.name, pod.ready or other.ready, pod.terminating or other.terminating
             )
     return dict(sorted(found.items()))
-
-
-def _number(item: EndpointSlice, port: int | str) -> int | None:
-    if isinstance(port, int):
-        return port
-    return next((named.port for named in item.ports or () if named.name == port), None)
 
 
 def _pod(endpoint: Endpoint) -> Pod:
