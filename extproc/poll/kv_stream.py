@@ -219,9 +219,8 @@ class _Batch(NamedTuple):
     @classmethod
     def of(cls, frames: list[bytes]) -> "_Batch":
         """Reads a message from its last two frames; a topic may precede these."""
-        number, content = frames[-2:] if len(frames) > 1 else _GARBAGE
-        if len(number) != _NUMBER_BYTES:
-            number, content = _GARBAGE
+        is_batch = len(frames) > 1 and len(frames[-2]) == _NUMBER_BYTES
+        number, content = frames[-2:] if is_batch else _GARBAGE
         return cls(int.from_bytes(number, "big", signed=True), content)
 
 
