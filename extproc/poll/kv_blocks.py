@@ -219,7 +219,5 @@ def _salt(event: BlockStored) -> str:
 def _computable(event: BlockStored) -> int:
     """Counts the leading blocks whose hash covers only tokens, adapter and salt."""
     extra_keys = event.extra_keys or ()
-    for block in range(bool(_salt(event)), len(extra_keys)) if any(extra_keys) else ():
-        if _other_keys(event, block):
-            return block
-    return len(event.block_hashes)
+    blocks = range(bool(_salt(event)), len(extra_keys)) if any(extra_keys) else ()
+    return next((block for block in blocks if _other_keys(event, block)), len(event.block_hashes))
