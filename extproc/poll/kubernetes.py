@@ -113,13 +113,15 @@ class ServiceWatch(KubernetesWatch):
 
 
 class PoolWatch(KubernetesWatch):
-    """Pods that the selector of an InferencePool matches, at the pool's ports."""
+    """Pods that the selector of an InferencePool matches, at the pool's ports.
+
+    The first reflector has the pool; the second one, once the pool is known, has the pods.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         name = {"metadata.name": self.wanted.inference_pool}
         self._pools = self._reflect(_InferencePool, self._read, fields=name)
-        self._members: Reflector | None = None
         self._selector: dict[str, str] | None = None  # labels of the members
 
     def _read(self) -> None:
@@ -127,21 +129,21 @@ class PoolWatch(KubernetesWatch):
         self._select(pool and pool.spec["selector"]["matchLabels"])
         if pool is None:
             self._update({}, "no InferencePool of that name in that namespace")
-        elif self._members and self._members.listed:
+        elif self.listed:
+            _, members = self._reflectors
             ports = [port["number"] for port in pool.spec["targetPorts"]]
-            self._update(members_of(self._members.objects.values(), ports))
+            self._update(members_of(members.objects.values(), ports))
 
     def _select(self, selector: dict[str, str] | None) -> None:
         """Follows the pods with these labels instead of the former pods; None: no pods."""
         if selector == self._selector:
             return
         self._selector = selector
-        if self._members:
-            self._members.stop()
-            self._reflectors.remove(self._members)
-            self._members = None
+        for members in self._reflectors[1:]:
+            members.stop()
+        del self._reflectors[1:]
         if selector is not None:
-            self._members = self._reflect(core_v1.Pod, self._read, labels=selector)
+            self._reflect(core_v1.Pod, self._read, labels=selector)
 
 
 def members_of(pods: Iterable[core_v1.Pod], ports: Sequence[int]) -> dict[str, Pod]:
