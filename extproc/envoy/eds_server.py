@@ -107,10 +107,9 @@ class EdsServer:
 
     def put(self, pool: str, assignment: bytes) -> None:
         """Tell a pool's replicas to each Envoy that subscribed to the pool."""
-        if self._pools[pool] != assignment:
-            self._pools[pool] = assignment
-            for woken in self.streams.values():
-                woken.set()
+        self._pools[pool] = assignment
+        for woken in self.streams.values():
+            woken.set()
 
     async def report(self, serving: bool) -> None:
         statuses = health_pb2.HealthCheckResponse
