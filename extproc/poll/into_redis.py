@@ -62,7 +62,7 @@ async def run_poller(config: Config) -> None:
     build_info(registry)
     metrics = PollMetrics(registry)
     names = [pool.pool for pool in config.each_pool]
-    health = Health(names, monotonic)
+    health = Health(monotonic)
     async with serve_admin(
         config.poll.admin,
         registry,
@@ -77,11 +77,13 @@ async def run_poller(config: Config) -> None:
 
 class Health:
     """Reasons, from all pools together, for which a poller fails ``/livez`` or ``/readyz``. Without
-    a reason, the check passes."""
+    a reason, the check passes.
 
-    def __init__(self, pools: Iterable[str], clock: Clock) -> None:
+    Every pool is added when its task starts, before the first check is answered.
+    """
+
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._names = (*pools,)
         self._pools: dict[str, tuple[Assigner, OutageLog, Callable[[], Iterable[str]]]] = {}
 
     def add(
@@ -105,10 +107,9 @@ class Health:
 
     def ready(self) -> str:
         """Returns the reasons why the poller's states do not reach the routers."""
-        beats = {pool: assigner.beat_at for pool, (assigner, *_) in self._pools.items()}
-        starting = (pool for pool in self._names if beats.get(pool) is None)
-        reasons = [f"pool {pool}: no heartbeat yet" for pool in starting]
-        for pool, (_, writes, unlisted) in self._pools.items():
+        reasons = []
+        for pool, (assigner, writes, unlisted) in self._pools.items():
+            reasons += [f"pool {pool}: no heartbeat yet"] if assigner.beat_at is None else []
             reasons += [f"pool {pool}: redis is lost"] if writes.problem else []
             reasons += [
                 f"pool {pool}: {service} was never listed: see the log" for service in unlisted()
