@@ -29,6 +29,7 @@ _ANSWER_S = 2.0  # seconds to wait for each part of a replay; an idle vLLM takes
 SAVE_S = 30.0
 """Seconds between two saves of the blocks. The replica's next poller restores the last save and
 requests a replay of later batches; vLLM can replay 10,000 steps."""
+_SAVE_AGAIN_S = 900.0  # seconds between two saves without a change: Redis drops old saves
 _LARGEST_MESSAGE = 64 * 2**20  # bytes; the batch of a large step has a megabyte
 _MOST_PENDING = 1_000  # batches in the receive queue; a replay repeats batches that ZeroMQ drops
 _LONGEST_REASON = 200
@@ -58,6 +59,7 @@ class KvStream:
         self._into = into
         self._replica = target.id
         self._last: Mark | None = None  # ``_BEFORE_ALL``: no batch yet; None: not checked yet
+        self._saved: Mark | None = None
         self._saved_at = -math.inf
         self._is_checked = False  # the last check found no batch missing
         begins = "replica's KV blocks are unknown: routers estimate its prefix cache"
@@ -121,9 +123,10 @@ class KvStream:
         await self._into.blocks_changed(self._replica, self._blocks)
 
     async def _save(self) -> None:
-        is_due = monotonic() - self._saved_at > SAVE_S
-        if is_due and self._last is not None and self.number is not None:
-            self._saved_at = monotonic()
+        since = monotonic() - self._saved_at
+        due = since > (_SAVE_AGAIN_S if self._last == self._saved else SAVE_S)
+        if due and self._last is not None and self.number is not None:
+            self._saved, self._saved_at = self._last, monotonic()
             await self._into.save_blocks(self._replica, partial(self._blocks.dump, self._last))
 
     async def _catch_up(self) -> bool:
