@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _running(config: Config, router: str, envoy_admin: str | None) -> dict[str, bytes]:
     """Files of the archive, by name: findings, and the router's pages or why it did not answer."""
-    findings = check_replicas(config) + await check_live(config, envoy_admin)
+    findings = [*check_replicas(config), *await check_live(config, envoy_admin)]
     files = {"findings.txt": _lines(findings)}
     try:
         pages = await fetch_pages(router, list(_PAGES.values()), config.admin)

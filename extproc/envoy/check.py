@@ -12,21 +12,33 @@ from extproc.envoy.rules import FILTER_RULES
 from extproc.envoy.tree import CLUSTER, LISTENER, ROUTE
 
 RULES = (*FILTER_RULES, *ROUTE_RULES, *CLUSTER_RULES)
-_NOT_ENVOY = (
+_NOT_ENVOY = Finding(
+    "is_envoy",
+    Level.ERROR,
+    "",
     "not an Envoy file: no part of Envoy's configuration was found in it. Give a bootstrap, a "
-    "fragment of a bootstrap, or a patch for a mesh"
+    "fragment of a bootstrap, or a patch for a mesh",
 )
-_ENVOY_GATEWAY = (
+_ENVOY_GATEWAY = Finding(
+    "is_envoy",
+    Level.WARNING,
+    "",
     "these are resources of Envoy Gateway, which are not checked: check the Envoy configuration "
-    "that it makes of them (egctl config envoy-proxy all)"
+    "that it makes of them (egctl config envoy-proxy all)",
 )
-_LISTENERS_ELSEWHERE = (
+_LISTENERS_ELSEWHERE = Finding(
+    "has_ext_proc",
+    Level.WARNING,
+    "",
     "no ext_proc filter: the listeners come from elsewhere (lds_config). Check the file that "
-    "lds_config names, or what its control plane serves"
+    "lds_config names, or what its control plane serves",
 )
-_NO_FILTER = (
+_NO_FILTER = Finding(
+    "has_ext_proc",
+    Level.ERROR,
+    "",
     "no ext_proc filter: Envoy never asks the router. Copy the filter from envoy/ext_proc.yaml of "
-    "the project's repository"
+    "the project's repository",
 )
 
 
@@ -34,14 +46,10 @@ def check_envoy(tree: object, config: Config | None = None) -> list[Finding]:
     """Return findings on a file that :mod:`extproc.ground.yaml_file` read, the worst first."""
     file = EnvoyFile(tree, config)
     found = [*file.findings]
-    if not file and _is_envoy_gateway(tree):
-        found.append(Finding("is_envoy", Level.WARNING, "", _ENVOY_GATEWAY))
-    elif not file:
-        found.append(Finding("is_envoy", Level.ERROR, "", _NOT_ENVOY))
-    elif not file.all(EXT_PROC) and file.takes("lds"):
-        found.append(Finding("has_ext_proc", Level.WARNING, "", _LISTENERS_ELSEWHERE))
+    if not file:
+        found.append(_ENVOY_GATEWAY if _is_envoy_gateway(tree) else _NOT_ENVOY)
     elif not file.all(EXT_PROC):
-        found.append(Finding("has_ext_proc", Level.ERROR, "", _NO_FILTER))
+        found.append(_LISTENERS_ELSEWHERE if file.takes("lds") else _NO_FILTER)
     elif not failed(found):
         # The rules can judge only a file that Envoy would accept.
         found.append(_completeness(file))

@@ -27,7 +27,6 @@ from extproc.share.replicas import Change, Put, Removed, Snapshot, StateReader
 
 logger = logging.getLogger(__name__)
 
-_SETTLE_S = 0.05  # changes within this time reach Envoy together
 _CHECK_EVERY_S = 1.0  # between checks for stale replicas, and of the connection to Redis
 _CUT_OFF_S = 3  # seconds without Redis until this instance fails its health checks
 _CLOSE_EVERY_S = 5  # between two closings of all streams; health checks fail within this time
@@ -47,7 +46,7 @@ async def run_eds(config: Config) -> None:
             "run 'extproc poll'"
         )
     pools = {pool.pool: PoolMembers() for pool in config.each_pool}
-    server, changed = EdsServer(dict.fromkeys(pools), config.eds), asyncio.Event()
+    server = EdsServer(dict.fromkeys(pools), config.eds)
     async with AsyncExitStack() as stack:
         port = await server.start(config.eds.listen)
         stack.push_async_callback(server.stop)
@@ -57,18 +56,22 @@ async def run_eds(config: Config) -> None:
             readers.append(StateReader(redis, pool.pool))
         logger.info("eds ready", extra={"port": port, "pool": ", ".join(pools)})
         await until_signalled(
-            *(_follow(*each, changed) for each in zip(readers, pools.values(), strict=True)),
-            _drop_stale(pools, changed),
-            _serve(pools, server, changed),
+            *(
+                _follow(reader, pool, members, server)
+                for reader, (pool, members) in zip(readers, pools.items(), strict=True)
+            ),
+            _drop_stale(pools, server),
             _report_health(readers, server),
         )
 
 
-async def _follow(reader: StateReader, members: "PoolMembers", changed: asyncio.Event) -> None:
+async def _follow(
+    reader: StateReader, pool: str, members: "PoolMembers", server: EdsServer
+) -> None:
     async with aclosing(reader.changes()) as changes:
         async for change in changes:
             if members.apply(change):
-                changed.set()
+                server.put(pool, load_assignment(pool, members.current))
 
 
 async def _report_health(readers: Collection[StateReader], server: EdsServer) -> None:
@@ -91,25 +94,13 @@ async def _report_health(readers: Collection[StateReader], server: EdsServer) ->
             server.close_streams()
 
 
-async def _drop_stale(pools: Mapping[str, "PoolMembers"], changed: asyncio.Event) -> None:
+async def _drop_stale(pools: Mapping[str, "PoolMembers"], server: EdsServer) -> None:
     while True:
         await asyncio.sleep(_CHECK_EVERY_S)
         for pool, members in pools.items():
             if stale := members.drop_stale(TTL_S):
                 extra = {"replicas": ", ".join(stale), "pool": pool}
                 logger.info("replicas withdrawn from envoy: their state is stale", extra=extra)
-                changed.set()
-
-
-async def _serve(
-    pools: Mapping[str, "PoolMembers"], server: EdsServer, changed: asyncio.Event
-) -> None:
-    while True:
-        await changed.wait()
-        await asyncio.sleep(_SETTLE_S)
-        changed.clear()
-        for pool, members in pools.items():
-            if members.current is not None:
                 server.put(pool, load_assignment(pool, members.current))
 
 
@@ -117,14 +108,16 @@ class PoolMembers:
     """Health of a pool's replicas, by the rules that routers apply to their fleets."""
 
     def __init__(self, clock: Clock = monotonic) -> None:
-        self.current: dict[str, HealthStatus] | None = None
-        """Health by ``ip:port``. None until the first replica is known: a Redis that has just
-        started has no replica yet, and an empty list would make Envoy drop all its replicas."""
+        self.current: dict[str, HealthStatus] = {}  # by ``ip:port``
         self._clock = clock
         self._staleness = Staleness(clock())
 
     def apply(self, change: Change) -> bool:
-        """Apply a change; return true if Envoy has to learn of the change."""
+        """Apply a change; return true if Envoy has to learn of the change.
+
+        False for the snapshot of a Redis that has just started and has no replica yet: an empty
+        list would make Envoy drop all its replicas.
+        """
         match change:
             case Snapshot(states):
                 # A replica missing from a snapshot is dropped only once its state is stale.
@@ -144,13 +137,12 @@ class PoolMembers:
 
     def _put(self, state: ReplicaState) -> bool:
         self._staleness.updated(state.id, self._clock())
-        self.current = self.current or {}
         before, self.current[state.id] = self.current.get(state.id), _health(state)
         return self.current[state.id] != before
 
     def _remove(self, replica: str) -> bool:
         self._staleness.forget(replica)
-        return (self.current or {}).pop(replica, None) is not None
+        return self.current.pop(replica, None) is not None
 
 
 def _health(state: ReplicaState) -> HealthStatus:

@@ -30,7 +30,7 @@ _OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),
 ]
-
+_SETTLE_S = 0.05  # changes within this time reach Envoy together
 
 Assignments = Mapping[str, bytes | None]
 """Encoded ``ClusterLoadAssignment`` by pool; None until the pool has a known replica."""
@@ -107,10 +107,9 @@ class EdsServer:
 
     def put(self, pool: str, assignment: bytes) -> None:
         """Tell a pool's replicas to each Envoy that subscribed to the pool."""
-        if self._pools[pool] != assignment:
-            self._pools[pool] = assignment
-            for woken in self.streams.values():
-                woken.set()
+        self._pools[pool] = assignment
+        for woken in self.streams.values():
+            woken.set()
 
     async def report(self, serving: bool) -> None:
         statuses = health_pb2.HealthCheckResponse
@@ -141,6 +140,7 @@ class EdsServer:
                 if (response := subscription.due()) is not None:
                     yield bytes(response)
                 await woken.wait()
+                await asyncio.sleep(_SETTLE_S)
                 woken.clear()
             if reading.cancelled():
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "redis lost: ask another instance")

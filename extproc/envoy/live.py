@@ -4,14 +4,13 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 
 import aiohttp
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
-from extproc.config import Config, ModelTargets, ReplicaSource
+from extproc.config import Config, ModelTargets
 from extproc.envoy.finding import Finding, Level, worst_first
 from extproc.envoy.live_envoy import check_live_envoy
 from extproc.fleet.members import ModelNames
@@ -44,10 +43,10 @@ _DELETE = "return redis.call('DEL', KEYS[1])"
 Problem = tuple[Level, str]
 
 
-def check_replicas(config: Config) -> list[Finding]:
-    """Return errors for pools without replicas, replicas listed twice, and files of replicas that
+def check_replicas(config: Config) -> Iterator[Finding]:
+    """Yield errors for pools without replicas, replicas listed twice, and files of replicas that
     cannot be used now. Pollers wait until such a file can be used."""
-    finding, found = partial(Finding, "replicas", Level.ERROR), []
+    finding = partial(Finding, "replicas", Level.ERROR)
     for pool in config.each_pool:
         sources, path = [*pool.replicas], pool.replicas_file
         if path is not None:
@@ -56,15 +55,14 @@ def check_replicas(config: Config) -> list[Finding]:
             except (OSError, ValueError) as error:
                 reason = (error.strerror if isinstance(error, OSError) else None) or error
                 text = f"unusable: {reason}: its replicas are not polled. Correct the file or path"
-                found.append(finding(f"replicas_file {path}", text))
+                yield finding(f"replicas_file {path}", text)
         elif not sources and config.state == "memory":
             text = "no replica is configured, and state is 'memory': the router cannot start. "
-            found.append(finding(f"pool {pool.pool}", text + "Set replicas or replicas_file"))
+            yield finding(f"pool {pool.pool}", text + "Set replicas or replicas_file")
         for where, count in Counter(source.where for source in sources).items():
             if count > 1:
                 text = f"listed {count} times: only the first entry counts. Remove the rest"
-                found.append(finding(f"replica {where}", text))
-    return found
+                yield finding(f"replica {where}", text)
 
 
 async def check_live(config: Config, envoy_admin: str | None) -> list[Finding]:
@@ -92,20 +90,15 @@ async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]
         else (await _check_lone_router(config), None)
     )
     names = {state.id: state.name for state in snapshot.states} if snapshot else {}
-    sources = [*config.replicas]
-    if config.replicas_file is not None:
-        with suppress(OSError, ValueError):  # check_replicas reports these
-            sources += read_replicas(config.replicas_file)
-    for source, (targets, reason) in zip(
-        sources, await asyncio.gather(*map(_resolve, sources)), strict=True
-    ):
-        names |= targets
-        if not targets:
-            text = (
-                f"has no address{reason}: none of its replicas is polled. Correct its name, or "
-                "what resolves it"
-            )
-            found.append(Finding("replicas", Level.ERROR, f"replica {source.where}", text))
+    discovery = Discovery(config.replicas, config.replicas_file, RESOLVE_S)
+    names |= {target.id: target.name for target in await discovery.targets()}
+    discovery.stop()
+    for source, problem in discovery.problems().items():
+        text = (
+            f"has no address ({problem}): none of its replicas is polled. Correct its name, or "
+            "what resolves it"
+        )
+        found.append(Finding("replicas", Level.ERROR, f"replica {source}", text))
     if not names:
         text = f"no replica is known: {_UNROUTED}. Set replicas"
         found.append(Finding("replica", Level.ERROR, f"pool {config.pool}", text))
@@ -116,16 +109,6 @@ async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]
             where = f"replica {with_name(id_, names[id_])}"
             found += [Finding("replica", level, where, text) for level, text in problems]
     return found
-
-
-async def _resolve(source: ReplicaSource) -> tuple[dict[str, str], str]:
-    """Return the replicas of a source (``ip:port`` → name), and the problems of the lookup."""
-    discovery = Discovery([source], None, RESOLVE_S)
-    try:
-        targets = {target.id: target.name for target in await discovery.targets()}
-        return targets, "".join(f" ({problem})" for problem in discovery.problems().values())
-    finally:
-        discovery.stop()
 
 
 def _check_models(models: Mapping[str, ModelTargets], served: set[str]) -> Iterator[Finding]:

@@ -99,26 +99,25 @@ class Tree:
         ]
 
     def _search(self, value: object, path: Path, kind: str | None, kubernetes: bool) -> None:
-        if isinstance(value, list):
-            for index, item in enumerate(value):
-                self._search(item, (*path, index), kind, kubernetes)
-        if not isinstance(value, Mapping):
-            return
-        if isinstance(value.get("@type"), str):
-            self._read_any(value, path)
-        elif "static_resources" in value or "staticResources" in value:
-            self._read(_message_type(BOOTSTRAP), value, path)
-        elif kind:
-            self._read(_message_type(kind), value, path)
-        elif "applyTo" in value and isinstance(patch := value.get("patch"), Mapping):
-            kind = _BY_APPLY_TO.get(str(value["applyTo"]))
-            self._search(patch.get("value"), (*path, "patch", "value"), kind, kubernetes)
-        else:
-            # Resources of Kubernetes use the same keys for other things.
-            kubernetes = kubernetes or {"apiVersion", "kind"} <= value.keys()
-            for key, child in value.items():
-                kind = None if kubernetes else _BY_KEY.get(snake_case(str(key)))
-                self._search(child, (*path, str(key)), kind, kubernetes)
+        match value:
+            case list():
+                for index, item in enumerate(value):
+                    self._search(item, (*path, index), kind, kubernetes)
+            case {"@type": str()}:
+                self._read_any(value, path)
+            case {"static_resources": _} | {"staticResources": _}:
+                self._read(_message_type(BOOTSTRAP), value, path)
+            case Mapping() if kind:
+                self._read(_message_type(kind), value, path)
+            case {"applyTo": target, "patch": Mapping() as patch}:
+                kind = _BY_APPLY_TO.get(str(target))
+                self._search(patch.get("value"), (*path, "patch", "value"), kind, kubernetes)
+            case Mapping():
+                # Resources of Kubernetes use the same keys for other things.
+                kubernetes = kubernetes or {"apiVersion", "kind"} <= value.keys()
+                for key, child in value.items():
+                    kind = None if kubernetes else _BY_KEY.get(snake_case(str(key)))
+                    self._search(child, (*path, str(key)), kind, kubernetes)
 
     def _read(self, cls: Any, value: object, path: Path) -> Any:
         """Return a node, or the value of a duration or wrapper; None for a breach of the schema."""

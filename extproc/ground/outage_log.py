@@ -31,6 +31,13 @@ class OutageLog:
             extra = self._extra | {"error": self.problem} | remedy
             self._log.log(self._level, self._begins, extra=extra, exc_info=traceback)
 
+    def note(self, problem: str, traceback: Exception | None = None) -> None:
+        """Records a failure with this problem or, if the text is empty, a success."""
+        if problem:
+            self.failed(problem, traceback)
+        else:
+            self.recovered()
+
     def recovered(self) -> None:
         """Ends the outage, if there is one, and logs its end."""
         if self.problem and self._over:

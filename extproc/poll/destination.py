@@ -35,9 +35,6 @@ class Destination:
         """
         return Assignment(frozenset(replicas))
 
-    async def release(self) -> None:
-        """Gives up all replicas, so that other pollers take them over."""
-
     async def last_states(self, replicas: Collection[str]) -> Mapping[str, ReplicaState]:
         """Returns the last states that any poller wrote for these replicas. Replicas without
         a state are missing."""

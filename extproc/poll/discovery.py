@@ -92,10 +92,11 @@ class Discovery:
         if self._file and (listed := self._file.if_changed()) is not None:
             self._listed = listed
         sources = (*self._sources, *self._listed)
-        hosts = {source.host_and_port[0] for source in sources if not source.kubernetes}
+        names = {source.host_and_port[0] for source in sources if not source.kubernetes}
+        self._hosts = {name: self._hosts.get(name) or self._new_host(name) for name in names}
         self._follow({source.kubernetes for source in sources if source.kubernetes})
-        watches = (watch.look_up() for watch in self._watches.values())
-        await asyncio.gather(self._look_up(hosts), *watches)
+        lookups: list[Host | KubernetesWatch] = [*self._hosts.values(), *self._watches.values()]
+        await asyncio.gather(*(lookup.look_up() for lookup in lookups))
         self._named_at = {
             source: self._named(source) for source in sources if not source.kubernetes
         }
@@ -124,22 +125,19 @@ class Discovery:
         self._follow(set())
 
     def _targets_of(self, source: ReplicaSource) -> Iterable[Target]:
-        ports = source.kv_events_ports
-        target = partial(Target, profile=source.profile, kv_events_ports=ports)
+        profile, ports = source.profile, source.kv_events_ports
         if source.kubernetes:
             for address, pod in self._watches[source.kubernetes].pods.items():
                 name = "/".join(filter(None, (source.name, pod.name or address)))
-                made = target(address, name, draining=pod.terminating, ready=pod.ready)
-                if ports and pod.rank:  # vLLM adds a data-parallel rank to its ports
-                    shifted = ports[0] + pod.rank, ports[1] + pod.rank
-                    made = replace(made, kv_events_ports=shifted)
-                yield made
+                # vLLM adds a data-parallel rank to its ports.
+                shifted = ports and (ports[0] + pod.rank, ports[1] + pod.rank)
+                yield Target(address, name, profile, shifted, pod.terminating, pod.ready)
             return
         named_at = self._named_at[source]
         last = max(named_at.values(), default=0.0)
         for address, at in named_at.items():
             name = f"{source.name}/{address}" if source.name and source.dns else source.name
-            yield target(address, name or address, draining=last - at > _UNNAMED_S)
+            yield Target(address, name or address, profile, ports, last - at > _UNNAMED_S)
 
     def _named(self, source: ReplicaSource) -> dict[str, float]:
         """Returns each address of a source with the time of the last lookup that found it."""
@@ -159,10 +157,6 @@ class Discovery:
             kind = PoolWatch if wanted.inference_pool else ServiceWatch
             wake = self._drains.changed.set
             self._watches[wanted] = kind(wanted, wake, self._timeout_s, self._random)
-
-    async def _look_up(self, names: set[str]) -> None:
-        self._hosts = {name: self._hosts.get(name) or self._new_host(name) for name in names}
-        await asyncio.gather(*(host.look_up() for host in self._hosts.values()))
 
 
 def names_replicas(config: Config) -> bool:

@@ -62,7 +62,7 @@ async def run_poller(config: Config) -> None:
     build_info(registry)
     metrics = PollMetrics(registry)
     names = [pool.pool for pool in config.each_pool]
-    health = Health(names, monotonic)
+    health = Health(monotonic)
     async with serve_admin(
         config.poll.admin,
         registry,
@@ -77,11 +77,13 @@ async def run_poller(config: Config) -> None:
 
 class Health:
     """Reasons, from all pools together, for which a poller fails ``/livez`` or ``/readyz``. Without
-    a reason, the check passes."""
+    a reason, the check passes.
 
-    def __init__(self, pools: Iterable[str], clock: Clock) -> None:
+    Every pool is added when its task starts, before the first check is answered.
+    """
+
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._names = (*pools,)
         self._pools: dict[str, tuple[Assigner, OutageLog, Callable[[], Iterable[str]]]] = {}
 
     def add(
@@ -105,10 +107,9 @@ class Health:
 
     def ready(self) -> str:
         """Returns the reasons why the poller's states do not reach the routers."""
-        beats = {pool: assigner.beat_at for pool, (assigner, *_) in self._pools.items()}
-        starting = (pool for pool in self._names if beats.get(pool) is None)
-        reasons = [f"pool {pool}: no heartbeat yet" for pool in starting]
-        for pool, (_, writes, unlisted) in self._pools.items():
+        reasons = []
+        for pool, (assigner, writes, unlisted) in self._pools.items():
+            reasons += [f"pool {pool}: no heartbeat yet"] if assigner.beat_at is None else []
             reasons += [f"pool {pool}: redis is lost"] if writes.problem else []
             reasons += [
                 f"pool {pool}: {service} was never listed: see the log" for service in unlisted()
@@ -132,8 +133,8 @@ async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
 class IntoRedis(Destination):
     """Writes states and changes of KV blocks into Redis; callers do not wait for the writes.
 
-    After an outage everything is written again, because Redis may be empty. While the poller's
-    heartbeat has lapsed, nothing is written, because another poller may have newer states.
+    Scrapes soon replace states that Redis lost. While the poller's heartbeat has lapsed, nothing is
+    written, because another poller may have newer states.
 
     Args:
         name: name of the poller, unique among pollers.
@@ -148,19 +149,22 @@ class IntoRedis(Destination):
         self._writer = StateWriter(redis, pool, TTL_S)
         self._block_writer = BlockWriter(redis, pool)
         self.drain_store = DrainStore(redis, pool, skips)
-        self._current: dict[str, ReplicaState] = {}
-        self._changed: set[str] = set()  # replicas whose current state has to be written
+        self._changed: dict[str, ReplicaState] = {}  # states to be written
         self._leaving: set[str] = set()  # replicas whose state has to be deleted
         self._states_due = asyncio.Event()
         self._changed_blocks: dict[str, KvBlocks] = {}
         self._blocks_due = asyncio.Event()
 
     async def run(self) -> None:
-        await together(
-            self._keep_writing(self._states_due, self._write_states),
-            self._keep_writing(self._blocks_due, self._write_blocks),
-            self.drains.follow(self.drain_store, monotonic),
-        )
+        """Writes until cancelled, and then gives up all replicas: other pollers take them over."""
+        try:
+            await together(
+                self._keep_writing(self._states_due, self._write_states),
+                self._keep_writing(self._blocks_due, self._write_blocks),
+                self.drains.follow(self.drain_store, monotonic),
+            )
+        finally:
+            await self.assigner.release()
 
     async def _keep_writing(self, due: asyncio.Event, write: Callable[[], Awaitable[bool]]) -> None:
         backoff = reconnecting()
@@ -174,8 +178,7 @@ class IntoRedis(Destination):
                 await asyncio.sleep(backoff.next())
 
     def put(self, state: ReplicaState) -> None:
-        self._current[state.id] = state
-        self._changed.add(state.id)
+        self._changed[state.id] = state
         self._leaving.discard(state.id)
         self._states_due.set()
 
@@ -185,8 +188,7 @@ class IntoRedis(Destination):
         self._states_due.set()
 
     def forget(self, replica: str) -> None:
-        self._current.pop(replica, None)
-        self._changed.discard(replica)
+        self._changed.pop(replica, None)
         self._leaving.discard(replica)
         self._changed_blocks.pop(replica, None)
 
@@ -198,15 +200,19 @@ class IntoRedis(Destination):
                 self._leaving -= leaving
             except ResponseError as error:  # Redis may still publish states
                 refusal = error
-            changed, self._changed = self._changed, set()
-            await self._writer.put([self._current[replica] for replica in changed])
+            changed = dict(self._changed)
+            await self._writer.put([*changed.values()])
             if refusal is not None:
                 raise refusal
         except (RedisError, OSError) as error:
-            self._changed.update(self._current)
             self._states_due.set()
             self.outage.failed(error)
             return False
+        self._changed = {
+            replica: state
+            for replica, state in self._changed.items()
+            if state is not changed.get(replica)
+        }
         self.outage.recovered()
         return True
 
@@ -215,9 +221,6 @@ class IntoRedis(Destination):
         if assigned.redis_was_emptied:
             log.warning("redis was emptied: writing everything again")
         return assigned
-
-    async def release(self) -> None:
-        await self.assigner.release()
 
     async def last_states(self, replicas: Collection[str]) -> Mapping[str, ReplicaState]:
         try:

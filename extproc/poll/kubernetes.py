@@ -53,7 +53,7 @@ class KubernetesWatch:
     pods: dict[str, Pod] = field(init=False, default_factory=dict)  # by ``ip:port``
 
     def __post_init__(self) -> None:
-        self._reflectors: list[Reflector[Any]] = []
+        self._reflectors: list[Reflector] = []
         source = str(self.wanted)
         self._empty = OutageLog(log, "Kubernetes source has no replicas", each=True, source=source)
 
@@ -81,9 +81,9 @@ class KubernetesWatch:
 
     def _reflect(
         self, kind: type[Any], changed: Callable[[], None], **selection: dict[str, Any]
-    ) -> Reflector[Any]:
+    ) -> Reflector:
         where = {"namespace": self.wanted.namespace, **selection}
-        reflector = Reflector[Any](kind, where, changed, str(self.wanted), self.random)
+        reflector = Reflector(kind, where, changed, str(self.wanted), self.random)
         self._reflectors.append(reflector)
         return reflector
 
@@ -91,10 +91,7 @@ class KubernetesWatch:
         if pods != self.pods:
             self.pods = pods
             self.changed()
-        if problem:
-            self._empty.failed(problem)
-        else:
-            self._empty.recovered()
+        self._empty.note(problem)
 
 
 class ServiceWatch(KubernetesWatch):
@@ -116,13 +113,15 @@ class ServiceWatch(KubernetesWatch):
 
 
 class PoolWatch(KubernetesWatch):
-    """Pods that the selector of an InferencePool matches, at the pool's ports."""
+    """Pods that the selector of an InferencePool matches, at the pool's ports.
+
+    The first reflector has the pool; the second one, once the pool is known, has the pods.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         name = {"metadata.name": self.wanted.inference_pool}
         self._pools = self._reflect(_InferencePool, self._read, fields=name)
-        self._members: Reflector[core_v1.Pod] | None = None
         self._selector: dict[str, str] | None = None  # labels of the members
 
     def _read(self) -> None:
@@ -130,21 +129,21 @@ class PoolWatch(KubernetesWatch):
         self._select(pool and pool.spec["selector"]["matchLabels"])
         if pool is None:
             self._update({}, "no InferencePool of that name in that namespace")
-        elif self._members and self._members.listed:
+        elif self.listed:
+            _, members = self._reflectors
             ports = [port["number"] for port in pool.spec["targetPorts"]]
-            self._update(members_of(self._members.objects.values(), ports))
+            self._update(members_of(members.objects.values(), ports))
 
     def _select(self, selector: dict[str, str] | None) -> None:
         """Follows the pods with these labels instead of the former pods; None: no pods."""
         if selector == self._selector:
             return
         self._selector = selector
-        if self._members:
-            self._members.stop()
-            self._reflectors.remove(self._members)
-            self._members = None
+        for members in self._reflectors[1:]:
+            members.stop()
+        del self._reflectors[1:]
         if selector is not None:
-            self._members = self._reflect(core_v1.Pod, self._read, labels=selector)
+            self._reflect(core_v1.Pod, self._read, labels=selector)
 
 
 def members_of(pods: Iterable[core_v1.Pod], ports: Sequence[int]) -> dict[str, Pod]:
@@ -182,7 +181,8 @@ def pods_of(slices: Iterable[EndpointSlice], port: int | str) -> dict[str, Pod]:
     families: dict[str, str] = {}  # by pod
     found: dict[str, Pod] = {}
     for item in sorted(slices, key=lambda item: item.addressType):
-        number = _number(item, port)
+        ports = {named.name: named.port for named in item.ports or ()}
+        number = port if isinstance(port, int) else ports.get(port)
         if number is None or item.addressType not in ("IPv4", "IPv6"):
             continue
         for endpoint in item.endpoints or ():
@@ -195,12 +195,6 @@ def pods_of(slices: Iterable[EndpointSlice], port: int | str) -> dict[str, Pod]:
                 pod.name, pod.ready or other.ready, pod.terminating or other.terminating
             )
     return dict(sorted(found.items()))
-
-
-def _number(item: EndpointSlice, port: int | str) -> int | None:
-    if isinstance(port, int):
-        return port
-    return next((named.port for named in item.ports or () if named.name == port), None)
 
 
 def _pod(endpoint: Endpoint) -> Pod:

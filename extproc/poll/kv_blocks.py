@@ -15,7 +15,7 @@ from extproc.request.prefix import seed_of, token_keys
 _MOST_BLOCKS = 2**20  # 17 million tokens in blocks of 16, more than any replica holds
 _WHOLE_EVERY_S = 900.0  # longest time between two whole updates: Redis drops old ones
 _RESEND_S = 1.0  # shortest time between two whole updates
-_RESEND_MOST_S = 16.0  # limit of this time, which doubles while a full Redis stores no update
+_REFUSED_S = 16.0  # the same, while a full Redis stores no update
 _FEW = 512  # changed keys after which a whole update is due; more if more blocks are held
 _KEYS_OF_A_HEADER = 4  # size of an update's header, in keys
 
@@ -109,12 +109,11 @@ class KvBlocks:
     def resend_all(self, backs_off: bool = False) -> None:
         """Schedules a whole update within a second, because a router may have missed updates.
 
-        ``backs_off``: routers received the last update, but Redis did not store it. The waits
-        between whole updates then double; changes are still sent in between.
+        ``backs_off``: routers received the last update, but Redis did not store it. Whole updates
+        are then ``_REFUSED_S`` apart; changes are still sent in between.
         """
         self._resends = True
-        if not backs_off:
-            self._resend_s = _RESEND_S
+        self._resend_s = _REFUSED_S if backs_off else _RESEND_S
 
     def apply(self, event: Event) -> None:
         """Applies the next event.
@@ -157,9 +156,6 @@ class KvBlocks:
             return changes, None
         whole = self._update(0, [*self._keys.values()], [])
         update = whole if self._resends else changes
-        if resend:
-            longer = min(2 * self._resend_s, _RESEND_MOST_S)
-            self._resend_s = longer if since < 2 * self._resend_s else _RESEND_S
         self._resends, self._sent_keys, self._whole_at = False, 0, self._clock()
         return update, whole
 
@@ -223,7 +219,5 @@ def _salt(event: BlockStored) -> str:
 def _computable(event: BlockStored) -> int:
     """Counts the leading blocks whose hash covers only tokens, adapter and salt."""
     extra_keys = event.extra_keys or ()
-    for block in range(bool(_salt(event)), len(extra_keys)) if any(extra_keys) else ():
-        if _other_keys(event, block):
-            return block
-    return len(event.block_hashes)
+    blocks = range(bool(_salt(event)), len(extra_keys)) if any(extra_keys) else ()
+    return next((block for block in blocks if _other_keys(event, block)), len(event.block_hashes))

@@ -43,7 +43,9 @@ class AllBlocksCleared(msgspec.Struct, tag=True):
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 _USUAL = msgspec.msgpack.Decoder(tuple[float, list[Event], int | None])
 """Fast path for vLLM 0.32, whose events are maps."""
-_KINDS: dict[Any, Any] = {kind.__name__: kind for kind in get_args(Event)}
+_FIELDS: dict[Any, Any] = {
+    kind.__name__: ("type", *kind.__struct_fields__) for kind in get_args(Event)
+}
 
 
 def read_batch(data: bytes) -> Iterable[Event]:
@@ -63,13 +65,11 @@ def _in_any_form(data: bytes) -> Iterator[Event]:
         batch = msgspec.msgpack.decode(data)
         for event in batch["events"] if isinstance(batch, dict) else batch[1]:
             fields = event if isinstance(event, dict) else _named(event)
-            if fields.get("type") in _KINDS:
+            if fields.get("type") in _FIELDS:
                 yield msgspec.convert(fields, Event)
     except (msgspec.MsgspecError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"not a batch of KV events: {error}") from None
 
 
 def _named(event: list[Any]) -> dict[str, Any]:
-    kind = _KINDS.get(event[0])
-    names = kind.__struct_fields__ if kind else ()
-    return {"type": event[0], **dict(zip(names, event[1:], strict=False))}
+    return dict(zip(_FIELDS.get(event[0], ()), event, strict=False))

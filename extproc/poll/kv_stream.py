@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from hashlib import blake2b
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import zmq
 import zmq.asyncio
 
 from extproc.ground.address import join_address, split_address
-from extproc.ground.clock import Clock
+from extproc.ground.clock import monotonic
 from extproc.ground.outage_log import OutageLog
 from extproc.poll.destination import Destination
 from extproc.poll.discovery import Target
@@ -40,29 +40,24 @@ _NUMBER_BYTES = 8
 class KvStream:
     """Applies the events of one replica to ``blocks``, and reports changes to ``into``.
 
-    The replica pushes batches at the first of ``ports``, and replays recent batches at the second.
+    The replica pushes batches at the first of its ports, and replays recent batches at the second.
     Every :data:`CHECK_S`, a check requests a replay from the last applied batch on, which reveals
     missing batches and a restart of the replica. If the replica cannot replay a missing batch, its
-    blocks stay unknown until the replica restarts or clears its cache.
+    blocks stay unknown until the replica restarts or clears its cache. Without ports for events the
+    blocks are never known.
     """
 
     def __init__(
-        self,
-        context: zmq.asyncio.Context,
-        target: Target,
-        ports: tuple[int, int],
-        blocks: KvBlocks,
-        into: Destination,
-        clock: Clock,
+        self, context: zmq.asyncio.Context, target: Target, blocks: KvBlocks, into: Destination
     ) -> None:
         self._context = context
         host, _ = split_address(target.id)
-        self._push_url, self._replay_url = (f"tcp://{join_address(host, port)}" for port in ports)
+        urls = [f"tcp://{join_address(host, port)}" for port in target.kv_events_ports or ()]
+        self._push_url, self._replay_url = urls or ("", "")  # empty: no ports
         self._ipv6 = ":" in host
         self._blocks = blocks
         self._into = into
         self._replica = target.id
-        self._clock = clock
         self._last: Mark | None = None  # ``_BEFORE_ALL``: no batch yet; None: not checked yet
         self._saved: Mark | None = None
         self._saved_at = -math.inf
@@ -87,7 +82,10 @@ class KvStream:
         """Marks the blocks unknown until the next check: the replica may have restarted."""
         self._is_checked = False
 
-    async def run(self) -> NoReturn:
+    async def run(self) -> None:
+        """Follows the events until cancelled; returns at once if the replica has no ports."""
+        if not self._push_url:
+            return
         self._last = self._blocks.restore(await self._into.load_blocks(self._replica))
         while True:
             try:
@@ -96,7 +94,7 @@ class KvStream:
                     while True:
                         await self._check()
                         await self._save()
-                        await self._follow(pushed, self._clock() + CHECK_S)
+                        await self._follow(pushed, monotonic() + CHECK_S)
             except zmq.ZMQError as error:  # for instance, too many open files
                 self._note(f"{error}")
             except Exception as error:  # must not end the polls of other replicas
@@ -107,7 +105,7 @@ class KvStream:
 
     async def _follow(self, pushed: zmq.asyncio.Socket, until: float) -> None:
         """Applies pushed batches until the time ``until``, or until a batch is missing."""
-        while (left := until - self._clock()) > 0:
+        while (left := until - monotonic()) > 0:
             if await pushed.poll(math.ceil(left * 1000)):
                 is_next = self._receive(_Batch.of(await pushed.recv_multipart()))
                 await self._into.blocks_changed(self._replica, self._blocks)
@@ -125,10 +123,10 @@ class KvStream:
         await self._into.blocks_changed(self._replica, self._blocks)
 
     async def _save(self) -> None:
-        since = self._clock() - self._saved_at
+        since = monotonic() - self._saved_at
         due = since > (_SAVE_AGAIN_S if self._last == self._saved else SAVE_S)
         if due and self._last is not None and self.number is not None:
-            self._saved, self._saved_at = self._last, self._clock()
+            self._saved, self._saved_at = self._last, monotonic()
             await self._into.save_blocks(self._replica, partial(self._blocks.dump, self._last))
 
     async def _catch_up(self) -> bool:
@@ -207,10 +205,7 @@ class KvStream:
 
     def _note(self, problem: str, error: Exception | None = None) -> None:
         self._is_checked = not problem
-        if problem:
-            self._outage.failed(problem, error)
-        else:
-            self._outage.recovered()
+        self._outage.note(problem, error)
 
 
 class _Batch(NamedTuple):
@@ -227,9 +222,8 @@ class _Batch(NamedTuple):
     @classmethod
     def of(cls, frames: list[bytes]) -> "_Batch":
         """Reads a message from its last two frames; a topic may precede these."""
-        number, content = frames[-2:] if len(frames) > 1 else _GARBAGE
-        if len(number) != _NUMBER_BYTES:
-            number, content = _GARBAGE
+        is_batch = len(frames) > 1 and len(frames[-2]) == _NUMBER_BYTES
+        number, content = frames[-2:] if is_batch else _GARBAGE
         return cls(int.from_bytes(number, "big", signed=True), content)
 
 

@@ -34,7 +34,7 @@ class Poller:
             RESOLVE_S,
             drains=into.drains,
             random=random,
-            answers=lambda id_: id_ in self._polled and self._polled[id_].healthy,
+            answers=lambda id_: id_ in self._polled and self._polled[id_].state.healthy,
         )
         self.unlisted = self._discovery.unlisted
         self._targets: dict[str, Target] = {}
@@ -64,7 +64,6 @@ class Poller:
                         await asyncio.sleep(BEAT_S)
         finally:
             self._discovery.stop()
-            await self._into.release()
 
     async def _rediscover(self) -> None:
         while True:

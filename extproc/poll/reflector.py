@@ -6,7 +6,7 @@ import ssl
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import httpx2
 import msgspec
@@ -32,10 +32,8 @@ _LATE_S = 5.0  # seconds beyond ``_WATCH_S`` after which the client ends the wat
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 10.0
 
-_Object = TypeVar("_Object", bound=NamespacedResource)
 
-
-class Reflector(Generic[_Object]):
+class Reflector:
     """Copy of the selected objects of a kind, like the Reflector of client-go: lists them, watches
     them for ``_WATCH_S``, and repeats.
 
@@ -52,13 +50,13 @@ class Reflector(Generic[_Object]):
 
     def __init__(
         self,
-        kind: type[_Object],
+        kind: type[NamespacedResource],
         selection: Mapping[str, Any],
         changed: Callable[[], None],
         source: str,
         random: Random,
     ) -> None:
-        self.objects: dict[str, _Object] = {}  # by name
+        self.objects: dict[str, Any] = {}  # by name
         self.listed = False
         self.tried = asyncio.Event()  # the first list has succeeded or failed
         self._kind = kind

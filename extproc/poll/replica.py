@@ -13,7 +13,7 @@ from msgspec import structs
 
 from extproc.config import POLL_JITTER, Config
 from extproc.ground.clock import monotonic, wall
-from extproc.ground.runtime import Backoff, started
+from extproc.ground.runtime import Backoff, started, together
 from extproc.poll.batch import scraped_state
 from extproc.poll.destination import Destination
 from extproc.poll.discovery import Target
@@ -29,8 +29,8 @@ from extproc.poll.scrape import (
     responds,
     scrape,
 )
-from extproc.predict.estimator import Estimator, FleetPrior, coefficients
-from extproc.predict.step import StepModel, hardware_profile
+from extproc.predict.estimator import Estimator, FleetPrior
+from extproc.predict.step import hardware_profile
 from extproc.replica_state import TTL_S, EngineFigures, ReplicaState, checked
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ STALL_S = 1.0
 for a shorter time while its requests proceed."""
 _SILENT_SCRAPES = 2  # consecutive unanswered scrapes that make a replica unhealthy
 _LONGEST_PROBLEM = 200
+_NOT_SCRAPED = "not scraped yet"
 _HANGS = "hangs: accepts connections, but answers neither /metrics nor /health"
 
 
@@ -83,29 +84,23 @@ class PolledReplica:
             "life_s": TTL_S,
         }
         # The last published state; at first, the last state from the replica's previous poller.
-        self.state = None if known is None else structs.replace(known, **self._identity)
+        first = known or self._blank(healthy=False, problem=_NOT_SCRAPED)
+        self.state = structs.replace(first, **self._identity)
         self._figures: PageFigures | None = None
         self._health_asked_at = -inf
         self._silent_scrapes = 0  # consecutive
         self._profile = hardware_profile(target.profile)
-        self._learned = _learned(known, target.profile)
         self._estimator: Estimator | None = None  # None: this process was not scraped yet
         self._models = Models(context.session, target, self._listed)
-        self._kv_stream: KvStream | None = None
-        if (ports := target.kv_events_ports) is not None:
-            blocks = KvBlocks(context.random, monotonic)
-            self._kv_stream = KvStream(context.zmq, target, ports, blocks, context.into, monotonic)
-        self._task = context.tasks.create_task(self._run())
-
-    @property
-    def healthy(self) -> bool:
-        return self.state is not None and self.state.healthy
+        blocks = KvBlocks(context.random, monotonic)
+        self._kv_stream = KvStream(context.zmq, target, blocks, context.into)
+        self._task = context.tasks.create_task(together(self._kv_stream.run(), self._scrape()))
 
     @property
     def usable(self) -> bool:
         """True if the published state lets routers send the replica new requests."""
-        state = self.state and self.target.marked(self.state)
-        return bool(state and state.healthy and not (state.asleep or state.draining))
+        state = self.target.marked(self.state)
+        return state.healthy and not (state.asleep or state.draining)
 
     def mark(self, target: Target) -> None:
         """Takes over ``draining`` and ``ready`` of the target; publishes a change at once."""
@@ -116,20 +111,13 @@ class PolledReplica:
     def resend_all(self) -> None:
         """Publishes state and KV blocks again: Redis may have lost them."""
         self._update()
-        if self._kv_stream is not None:
-            self._kv_stream.resend_all()
+        self._kv_stream.resend_all()
 
     def stop(self) -> None:
         """Stops all tasks at once, so that none publishes the state again after its removal."""
         self._task.cancel()
         self._stop_counting_silence()
         self._models.restart()
-
-    async def _run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            if self._kv_stream is not None:
-                tasks.create_task(self._kv_stream.run())
-            await self._scrape()
 
     async def _scrape(self) -> None:
         try:
@@ -150,8 +138,8 @@ class PolledReplica:
     async def _scrape_once(self) -> float:
         started = monotonic()
         if self._silence is None:
-            usual_s = 0.0 if self.state is None else self.state.scrape_seconds
-            self._silence = asyncio.create_task(self._count_silence(usual_s + SILENCE_STEP_S))
+            due_s = self.state.scrape_seconds + SILENCE_STEP_S
+            self._silence = asyncio.create_task(self._count_silence(due_s))
         try:
             figures = await scrape(
                 self._context.session, self.target.id, self._health_is_due(started)
@@ -163,12 +151,12 @@ class PolledReplica:
         seconds = monotonic() - started
         before = self.state
         if self._restarted(figures):
-            before = None
+            before = self._blank()
             self._models.restart()
-            self._estimator = self._learned = None
+            self._estimator = None
         if self._estimator is None:
             expected = self._profile.expected_step(figures.kv_tokens / figures.engines)
-            self._estimator = Estimator(expected, self._learned)
+            self._estimator = Estimator(expected, before.learned if before.measured else None)
         if seconds <= self._settings.timeout_s:
             self._context.metrics.good.inc()
             self._estimator.poll(figures.counts(started + seconds / 2), self._context.prior.prior)
@@ -189,7 +177,7 @@ class PolledReplica:
         The request is due every ``HEALTH_EVERY_S`` for a healthy replica, and at each scrape for an
         unhealthy replica.
         """
-        due = not self.healthy or now - self._health_asked_at >= HEALTH_EVERY_S
+        due = not self.state.healthy or now - self._health_asked_at >= HEALTH_EVERY_S
         if due:
             self._health_asked_at = now
         return due
@@ -197,18 +185,16 @@ class PolledReplica:
     def _succeeded(
         self,
         figures: PageFigures,
-        before: ReplicaState | None,
+        before: ReplicaState,
         estimator: Estimator,
         seconds: float,
     ) -> None:
-        if not self.healthy:
+        if not self.state.healthy:
             log.info("replica became healthy", extra={"replica": self.target.title})
         self._backoff.reset()
         self._silent_scrapes = 0
         self._context.metrics.seconds.observe(seconds)
         self._figures = figures
-        # Several engines have separate caches, and an event does not name its engine.
-        kv_stream = self._kv_stream if figures.engines == 1 else None
         state = scraped_state(
             self._blank(),
             before,
@@ -217,7 +203,8 @@ class PolledReplica:
             measured=estimator.measured,
             scraped_at=wall(),
             scrape_seconds=seconds,
-            kv_update=kv_stream.number if kv_stream is not None else None,
+            # Several engines have separate caches, and an event does not name its engine.
+            kv_update=self._kv_stream.number if figures.engines == 1 else None,
         )
         self._publish(checked(state))
 
@@ -226,36 +213,31 @@ class PolledReplica:
         if self._estimator is not None:
             self._estimator.interrupted()
         self._context.prior.report(self.target.id, None)
-        if self._kv_stream is not None:
-            self._kv_stream.invalidate()
+        self._kv_stream.invalidate()
         is_silent = isinstance(error, SilentError)
         self._silent_scrapes = self._silent_scrapes + 1 if is_silent else 0
-        if self.state and self.healthy and 0 < self._silent_scrapes < _SILENT_SCRAPES:
+        if self.state.healthy and 0 < self._silent_scrapes < _SILENT_SCRAPES:
             self._publish(self.state)  # unchanged, to show routers that the poller is alive
             return
-        problem = self._problem(error)
-        if self.state is None or self.healthy:
+        problem = str(error)
+        if is_silent and self.state.unanswered_s and not isinstance(error, UnreachableError):
+            problem = _HANGS
+        if self.state.healthy or self.state.problem == _NOT_SCRAPED:
             extra = {"replica": self.target.title, "problem": problem}
             log.warning(
                 "replica became unhealthy: routers avoid it until a scrape succeeds", extra=extra
             )
         if isinstance(error, UnreachableError):
             self._models.restart()  # the next process may serve other models
-        update = {
-            "healthy": False,
-            "problem": problem,
-            "kv_update": None,
-            "refuses": isinstance(error, RefusedError),
-        }
         if not is_silent:
             self._stop_counting_silence()
-            update["unanswered_s"] = 0.0
-        self._publish(structs.replace(self.state or self._blank(), **update))
-
-    def _problem(self, error: ScrapeError) -> str:
-        unanswered = self.state is not None and self.state.unanswered_s > 0.0
-        connects = not isinstance(error, UnreachableError)
-        return _HANGS if unanswered and connects and isinstance(error, SilentError) else str(error)
+        self._update(
+            healthy=False,
+            problem=problem,
+            kv_update=None,
+            refuses=isinstance(error, RefusedError),
+            unanswered_s=self.state.unanswered_s if is_silent else 0.0,
+        )
 
     async def _count_silence(self, due_s: float) -> None:
         """Waits ``due_s``, then probes the replica until cancelled, and publishes for how long the
@@ -287,7 +269,7 @@ class PolledReplica:
         """Drops everything learned from the replica, because any of it may have caused the
         error."""
         problem = f"its answer led to an error: {type(error).__name__}: {error}"[:_LONGEST_PROBLEM]
-        if self.state is None or self.state.problem != problem:
+        if self.state.problem != problem:
             extra = {"replica": self.target.title}
             log.error(
                 "replica became unhealthy: polling it raised an error, retrying",
@@ -297,7 +279,7 @@ class PolledReplica:
         self._context.metrics.failed.inc()
         self._stop_counting_silence()
         self._figures = None
-        self._estimator = self._learned = None
+        self._estimator = None
         self._models.restart()
         self._publish(self._blank(healthy=False, problem=problem))
 
@@ -306,23 +288,17 @@ class PolledReplica:
         self._context.into.put(self.target.marked(state))
 
     def _update(self, **values: Any) -> None:
-        if self.state is not None:
-            self._publish(structs.replace(self.state, **values))
+        self._publish(structs.replace(self.state, **values))
 
     def _listed(self, fields: dict[str, Any]) -> None:
         """Publishes the fields of the state that come from the replica's list of models."""
-        before = self.state
-        if before is not None:
-            fields["takes_priority"] |= before.by_priority or before.takes_priority
-            if structs.replace(before, **fields) != before:
-                self._update(**fields)
+        fields["takes_priority"] |= self.state.by_priority or self.state.takes_priority
+        self._update(**fields)
 
     def _restarted(self, figures: PageFigures) -> bool:
         """Returns True if the replica's process is not the process of the last scrape."""
-        last: EngineFigures | None = self._figures or self.state
-        if last is None:
-            return False
-        if self._serves_another_model(figures):
+        last: EngineFigures = self._figures or self.state
+        if last.models and not {*figures.models} <= {*last.models}:  # it serves another model
             return True
         if last.started_at and figures.started_at:  # else only fallen counters show a restart
             return last.started_at != figures.started_at
@@ -332,20 +308,5 @@ class PolledReplica:
             or figures.generated_tokens < last.generated_tokens
         )
 
-    def _serves_another_model(self, figures: PageFigures) -> bool:
-        if self._figures is not None:
-            return figures.models != self._figures.models
-        known = self.state.models if self.state else ()
-        return bool(known) and not {*figures.models} <= {*known}
-
     def _blank(self, **values: Any) -> ReplicaState:
         return ReplicaState(**self._identity, **values)
-
-
-def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
-    """Returns the step times that the replica's previous poller learned; None if it learned none
-    that are valid for this profile."""
-    model = known.learned if known and known.measured and known.profile == profile else None
-    if model and model.c0 and all(0.0 <= value < inf for value in coefficients(model)):
-        return model
-    return None

@@ -54,10 +54,7 @@ class Host:
         except (OSError, UnicodeError) as error:
             self.outage.failed(error)
         else:
-            if self.addresses:
-                self.outage.recovered()
-            else:
-                self.outage.failed("the name has no address")
+            self.outage.note("" if self.addresses else "the name has no address")
 
     async def _resolved(self) -> Sequence[str]:
         if is_ip(self._name):

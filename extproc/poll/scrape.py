@@ -136,8 +136,16 @@ async def _responds(session: aiohttp.ClientSession, replica: str, path: str) -> 
 
 async def get(session: aiohttp.ClientSession, replica: str, path: str) -> bytes:
     """Returns the body of an answer with status 200; raises ScrapeError if no such answer comes."""
+    body, long = bytearray(), _LONG
     async with _answer(session, replica, path) as response:
-        return await _read(response, path)
+        while chunk := await response.content.readany():
+            body += chunk
+            if len(body) > long:
+                drop_old_adapter_sets(body)
+                if len(body) > MAX_BYTES:
+                    raise ScrapeError(f"{path} is larger than {MAX_BYTES // 2**20} MiB")
+                long = len(body) + _LONG
+    return bytes(body)
 
 
 @asynccontextmanager
@@ -166,19 +174,6 @@ async def _answer(
 @lru_cache(maxsize=10_000)  # parsing a URL takes a tenth of a scrape's time
 def _url(replica: str, path: str) -> URL:
     return URL(f"http://{replica}{path}")
-
-
-async def _read(response: aiohttp.ClientResponse, path: str) -> bytes:
-    body = bytearray()
-    long = _LONG
-    while chunk := await response.content.readany():
-        body += chunk
-        if len(body) > long:
-            drop_old_adapter_sets(body)
-            if len(body) > MAX_BYTES:
-                raise ScrapeError(f"{path} is larger than {MAX_BYTES // 2**20} MiB")
-            long = len(body) + _LONG
-    return bytes(body)
 
 
 def _reason(error: Exception) -> str:

@@ -252,7 +252,7 @@ async def test_unresolvable_replica_and_missing_file_are_errors(check: Check) ->
     settings = alone("nowhere.invalid:8000", replicas_file="/nope.yaml")
     text = "\n".join(bad(await check(settings, status=1)))
     reason = r"\((the name has no address|\[Errno .+)\)"  # with and without a name server
-    assert re.search(rf"replica nowhere.invalid:8000: has no address {reason}: ", text)
+    assert re.search(rf"replica nowhere.invalid: has no address {reason}: ", text)
     assert "replicas_file /nope.yaml: unusable: " in text
     assert "no replica is known" in text
 

@@ -35,8 +35,7 @@ async def test_poller_without_redis_is_not_ready(redis_server: RedisServer, logg
 
 async def test_poller_whose_heartbeats_have_ended_is_not_live(redis_client: Redis) -> None:
     clock = ManualClock()
-    health = Health(["one"], clock)
-    assert (health.live(), health.ready()) == ("", "pool one: no heartbeat yet")
+    health = Health(clock)
     outage = outage_of(redis_client)
     assigner = Assigner(redis_client, "one", "poller", outage, clock)
     health.add("one", assigner, outage, list)

@@ -104,7 +104,7 @@ class Followed(Destination):
         self.saves = 0
         target = Target("127.0.0.1:8000", "one", "llama-8b-a10", ports)
         self._blocks = KvBlocks(Random(1), monotonic)
-        self.stream = KvStream(context, target, ports, self._blocks, self, monotonic)
+        self.stream = KvStream(context, target, self._blocks, self)
         self.held: set[int] = set()
         self._changed = asyncio.Event()
 
