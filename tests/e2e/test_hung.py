@@ -7,7 +7,6 @@ from functools import partial
 
 import aiohttp
 import pytest
-from openai import AsyncOpenAI
 
 from extproc.lab.harness.stack import MODEL
 from tests.e2e.client import CHAT, MESSAGES, EnvoyClient
@@ -58,23 +57,3 @@ async def test_hung_replica_is_avoided_and_its_requests_are_ended(
     assert refused.decision["outcome"]["status"] == 503
     assert await client.metric('extproc_requests_total{result="lost"}') == 2
     assert (await client.chat(tokens=2)).decision["replica_name"] == "one"
-
-
-async def test_retry_of_ended_request_is_served_by_other_replica(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
-    async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as openai:
-        asked = asyncio.ensure_future(
-            openai.chat.completions.with_raw_response.create(
-                model=MODEL,
-                messages=[{"role": "user", "content": "the sea"}],
-                extra_headers={"x-simulate-output-tokens": str(LONG)},
-            )
-        )
-        await client.replica_is("one", lambda now: now["in_flight"] == 1)
-        async with one_hangs(stack, client):
-            await client.replica_is("two", lambda now: now["in_flight"] == 1)
-            await client.simulate("two", slow=0.01)
-            answer = await asked
-    assert (answer.status_code, answer.retries_taken) == (200, 1)
-    assert answer.headers["x-served-by"] == stack.address("two")
