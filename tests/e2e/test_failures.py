@@ -4,14 +4,13 @@ import asyncio
 import re
 import signal
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from math import log2
 
 import pytest
 
 from extproc.ground.clock import monotonic
-from extproc.lab.harness.stack import MODEL
-from tests.e2e.client import CHAT, IN_TURN, MESSAGES, EnvoyClient, RoutedAnswer
+from tests.e2e.client import IN_TURN, EnvoyClient, RoutedAnswer
 from tests.e2e.stack import PatientStack
 from tests.waiting import until, until_read
 
@@ -114,15 +113,6 @@ async def test_requests_with_bodies_on_their_way_survive_death_of_router(
         await requests
 
 
-async def test_requests_go_on_while_router_hangs(client: EnvoyClient, stack: PatientStack) -> None:
-    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 5}
-    with stack.paused("router"):
-        answers = await asyncio.gather(*(client.send("POST", CHAT, body) for _ in range(10)))
-    assert {answer.status for answer in answers} == {200}
-    await client.routes_again()
-    await client.has_in_flight(0)
-
-
 async def test_routing_goes_on_while_redis_is_down(
     client: EnvoyClient, stack: PatientStack
 ) -> None:
@@ -171,23 +161,6 @@ async def test_replica_that_fails_fast_is_ejected_until_healthy(
         lambda: client.chat(headers=IN_TURN, status=None),
         lambda now: (now.status, now.decision["replica_name"]) == (200, "fast-2"),
     )
-
-
-async def test_wrong_key_of_client_ejects_no_replica(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
-    async def failures() -> list[float]:
-        names = [f'extproc_failures_total{{replica="{each["id"]}"}}' for each in replicas]
-        return [await client.metric(name) for name in names]
-
-    replicas = await client.replicas()
-    before = await failures()
-    async with AsyncExitStack() as refusing:
-        for replica in stack.replicas:
-            await refusing.enter_async_context(client.simulating(replica.name, fail=401))
-        answers = [await client.chat(status=401) for _ in range(10)]
-    assert not any(answer.decision["excluded"] for answer in answers)
-    assert await failures() == before
 
 
 async def test_sigterm_lets_open_streams_end(client: EnvoyClient, stack: PatientStack) -> None:

@@ -129,18 +129,6 @@ async def test_queued_requests_are_computed_once(client: EnvoyClient, stack: Pat
     assert await preempted(client) == again
 
 
-@behind(BODY_FIRST)
-async def test_few_of_many_short_requests_are_preempted(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
-    """Between two polls the router predicts the KV usage, so some preemptions are possible."""
-    before = await preempted(client)
-    asked = [client.uncached(f"short {number}", words=250) for number in range(100)]
-    assert set(await asyncio.gather(*asked)) == {200}
-    assert await preempted(client) <= before + 10
-    await nothing_left(client)
-
-
 async def nothing_left(client: EnvoyClient) -> None:
     async def idle() -> bool:
         names = (WAITING, "extproc_requests_in_flight", "extproc_open_streams")
@@ -151,21 +139,13 @@ async def nothing_left(client: EnvoyClient) -> None:
 
 
 @behind(BODY_FIRST)
-async def test_dead_router_fails_no_queued_request(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
-    async with full_replicas(client, 12):
-        await stack.kill("router")
-    await client.start_router()
-    await nothing_left(client)
-
-
-@behind(BODY_FIRST)
-async def test_hung_router_fails_no_queued_request(
+async def test_hung_router_fails_neither_queued_nor_new_request(
     client: EnvoyClient, stack: PatientStack
 ) -> None:
     async with full_replicas(client, 12) as crowd:
         with stack.paused("router"):
+            later = [client.uncached(f"while the router hangs, {number}") for number in range(10)]
+            assert set(await asyncio.gather(*later)) == {200}
             await until(lambda: crowd.unanswered == 0)
     await client.routes_again()
     await nothing_left(client)
@@ -184,16 +164,16 @@ async def test_client_that_hangs_up_leaves_queue(client: EnvoyClient, stack: Pat
 
 
 @behind(BODY_FIRST)
-@pytest.mark.parametrize("part", ["poller", "redis", "one"])
+@pytest.mark.parametrize("part", ["router", "poller", "redis", "one"])
 async def test_dead_part_fails_no_queued_request(
     client: EnvoyClient, stack: PatientStack, part: str
 ) -> None:
     """Requests on a dead replica succeed, too: nothing of their responses had left Envoy."""
     async with full_replicas(client, 12):
         await stack.kill(part)
-    await nothing_left(client)
     await stack.start(part)
     await stack.wait_routing()
+    await nothing_left(client)
 
 
 @behind(IMPATIENT)
