@@ -160,6 +160,24 @@ async def test_only_an_answer_of_the_replica_refutes_its_gauges(
     assert services.fleet.eligibility.conditions[first].frozen == refutes
 
 
+async def test_late_first_token_teaches_load_time_of_adapters(
+    envoy: EnvoySide, services: Services, clock: ManualClock
+) -> None:
+    services.fleet.remove(replica(2))
+    put_replicas(services, 1, models=("law", "tax"), adapters=("law", "tax"), max_loras=1)
+    loads = []
+    for adapter in ("law", "tax"):
+        async with envoy.stream() as stream:
+            await stream.ask(STREAMED | {"model": adapter})
+            loads.append(services.log.last(1)[0].decision.forecast().adapter_load)
+            await stream.response_headers(upstream=replica(1), content_type=EVENTS)
+            clock.advance(5.0)
+            await stream.response_body(TOKEN, False)
+            await stream.response_body(LAST)
+            await stream.end()
+    assert 0.0 < loads[0] < 1.0 < loads[1]
+
+
 async def test_unanswered_request_counts_as_demand(envoy: EnvoySide, services: Services) -> None:
     assert services.demand.replicas(services.queue) == 0.0
     await envoy.ask()
