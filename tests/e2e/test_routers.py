@@ -3,9 +3,7 @@
 vLLM stores a response in the memory of one process, its owner.
 """
 
-import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -18,7 +16,7 @@ import pytest
 from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import EnvoyClient, RoutedAnswer
-from tests.e2e.stack import PatientStack, ext_proc_of, here, replicas
+from tests.e2e.stack import PatientStack, ext_proc_of, here
 from tests.proxy.envoy_side import EnvoySide
 from tests.proxy.replies import destination
 from tests.waiting import until
@@ -95,16 +93,6 @@ async def test_session_stays_on_its_replica(client: EnvoyClient, named: dict[str
     assert {server_of(answer) for answer in again} == {home}
 
 
-async def test_new_sessions_and_sessionless_requests_are_spread(client: EnvoyClient) -> None:
-    """At least one router gets eight of sixteen requests, two for each replica."""
-    without = [client.chat() for _ in range(16)]
-    answers = await asyncio.gather(*without)
-    assert len({server_of(answer) for answer in answers}) == len(REPLICAS)
-    new = [client.chat(headers={"x-session-id": f"new-{number}"}) for number in range(16)]
-    answers = await asyncio.gather(*new)
-    assert len({server_of(answer) for answer in answers}) == len(REPLICAS)
-
-
 async def test_restarted_routers_know_sessions_and_owners(
     client: EnvoyClient, stack: PatientStack
 ) -> None:
@@ -118,29 +106,9 @@ async def test_restarted_routers_know_sessions_and_owners(
     await known(client, response)
 
 
-async def test_session_leaves_draining_and_dead_replicas(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
-    named = {"x-session-id": "leaves"}
-    home = await stays(client, named)
-    assert await replicas(stack, "drain", home) == 0
-    await client.replica_is(stack.name_of(home), lambda now: now["draining"])
-    second = await stays(client, named)
-    assert second != home
-    assert await replicas(stack, "undrain", home) == 0
-    await stack.kill(stack.name_of(second))
-    await client.replica_is(stack.name_of(second), lambda now: not now["healthy"])
-    assert await stays(client, named) != second
-    await stack.start(stack.name_of(second))
-    await stack.wait_routing()
-
-
-async def respond(
-    client: EnvoyClient, tokens: int = 8, status: int | None = 200, **fields: Any
-) -> RoutedAnswer:
+async def respond(client: EnvoyClient, **fields: Any) -> RoutedAnswer:
     body = {"model": MODEL, "input": "Tell me of the sea."} | fields
-    wanted = {"x-simulate-output-tokens": str(tokens)}
-    return await client.request("POST", RESPONSES, body, wanted, status)
+    return await client.request("POST", RESPONSES, body, {"x-simulate-output-tokens": "8"})
 
 
 def id_of(answer: RoutedAnswer) -> str:
@@ -181,73 +149,6 @@ async def test_conversation_goes_on_at_its_owner(client: EnvoyClient, streamed: 
             await known(client, last)
             last = await respond(client, stream=streamed, previous_response_id=id_of(last))
             assert server_of(last) == owner
-
-
-async def test_conversation_is_not_retried_elsewhere(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
-    """Another replica would answer 404, which Envoy does not retry."""
-    last = await respond(client)
-    await known(client, last)
-    owner = stack.name_of(server_of(last))
-    async with client.simulating(owner, fail=503):
-        await respond(client, status=503, previous_response_id=id_of(last))
-
-
-async def test_background_response_is_cancelled_at_its_owner(client: EnvoyClient) -> None:
-    queued = await respond(client, tokens=5_000, background=True)
-    assert json.loads(queued.body)["status"] == "queued"
-    await known(client, queued)
-    cancelled = await client.request("POST", f"{RESPONSES}/{id_of(queued)}/cancel")
-    assert server_of(cancelled) == server_of(queued)
-    assert json.loads(cancelled.body)["status"] == "cancelled"
-    await client.has_in_flight(0)
-
-
-async def test_response_after_retry_belongs_to_serving_replica(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
-    name = REPLICAS[0].name
-    async with client.simulating(name, fail=503):
-        served = [await respond(client, status=None) for _ in range(len(REPLICAS) * 2)]
-    retried = [answer for answer in served if answer.status == 200]
-    assert stack.address(name) not in {server_of(answer) for answer in retried}
-    for answer in retried:
-        await known(client, answer)
-
-
-async def output_of(stack: PatientStack, *arguments: str) -> tuple[str, str]:
-    """Run a command with the configuration of the first router; return stdout and stderr."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "extproc", *arguments, "--config", str(stack.config_file)),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    output, errors = await process.communicate()
-    assert process.returncode == 0
-    return output.decode(), errors.decode()
-
-
-async def test_commands_ask_all_routers(client: EnvoyClient, stack: PatientStack) -> None:
-    names = [f"{gethostname()}:{stack.ports[router]}" for router in stack.routers]
-
-    async def both_named() -> bool:
-        output, errors = await output_of(stack, "top", "--once")
-        return not errors and all(f"\n{name} " in output for name in names)
-
-    await until(both_named)
-    async with both_routers_asked(client):
-        for _ in range(TURNS):
-            await client.chat()
-    output, errors = await output_of(stack, "explain", "--last", str(2 * TURNS), "--json")
-    records = json.loads(output)
-    assert ({record["router"] for record in records}, errors) == ({*names}, "")
-    times = [record["decided_at"] for record in records]
-    assert times == sorted(times)
-    for name in names:
-        request = next(each["request_id"] for each in records if each["router"] == name)
-        output, errors = await output_of(stack, "explain", request)
-        assert (output.splitlines()[0], errors) == (f"router    {name}", "")
 
 
 async def test_page_links_to_the_page_of_the_other_router(
