@@ -6,15 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import pytest_asyncio
-
 from extproc.lab.harness.processes import Process, answers, free_port
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import IN_TURN, EnvoyClient
 from tests.e2e.stack import EdsStack, PatientStack, here, replicas
 from tests.e2e.test_failures import more, traffic
 from tests.envoy.members import EnvoyMembers
-from tests.waiting import until, until_read
+from tests.waiting import until
 
 FLEET = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "llama-8b-h100"))
 
@@ -23,14 +21,6 @@ def system(directory: Path) -> PatientStack:
     stack = EdsStack(directory, here(FLEET))
     stack.ports["new"] = free_port()
     return stack
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def members(stack: EdsStack) -> EnvoyMembers:
-    names = {stack.address(name): name for name in stack.ports}
-    members = EnvoyMembers(stack.envoy_admin, names)
-    await members.have(one="HEALTHY", two="HEALTHY")
-    return members
 
 
 @asynccontextmanager
@@ -44,9 +34,9 @@ async def new_replica(stack: PatientStack) -> AsyncIterator[None]:
         yield
 
 
-async def test_replica_joins_drains_and_leaves(
-    client: EnvoyClient, stack: EdsStack, members: EnvoyMembers
-) -> None:
+async def test_replica_joins_drains_and_leaves(client: EnvoyClient, stack: EdsStack) -> None:
+    members = EnvoyMembers(stack.envoy_admin, {stack.address(name): name for name in stack.ports})
+
     async def is_known(field: str) -> bool:
         """Return true if the router knows the new replica, and this field of it is true."""
         fleet = await client.replicas()
@@ -79,40 +69,3 @@ async def test_replica_joins_drains_and_leaves(
         stack.list_replicas(listed)
         await members.have(one="HEALTHY", two="HEALTHY")
         await more(sent, 5)
-
-
-async def test_hung_replica_gets_nothing_while_router_is_down(
-    client: EnvoyClient, stack: EdsStack, members: EnvoyMembers
-) -> None:
-    async with client.simulating("two", hang=True):
-        await members.have(one="HEALTHY", two="UNHEALTHY")
-        before = await members.requests("two")
-        await stack.kill("router")
-        async with traffic(client) as sent:
-            await more(sent, 20)
-        assert await members.requests("two") == before
-    await client.start_router()
-
-
-async def connected(client: EnvoyClient, state: int) -> None:
-    """Wait until Envoy's connection to the control plane is in this state: 0 or 1."""
-    counter = "replicas.*connected_state"
-    await until_read(lambda: client.envoy_counts(counter), lambda now: now == state)
-
-
-async def test_control_plane_without_replicas_removes_no_member(
-    client: EnvoyClient, stack: EdsStack, members: EnvoyMembers
-) -> None:
-    async with traffic(client, per_second=5) as sent:
-        await stack.kill("redis")
-        await stack.kill("eds")
-        await connected(client, 0)
-        await stack.start("eds")
-        await connected(client, 1)
-        await more(sent, 5)
-        assert await members.health() == {"one": "HEALTHY", "two": "HEALTHY"}
-        await stack.start("redis")
-        await until_read(lambda: replicas(stack, "drain", "two"), lambda status: status == 0)
-        await members.have(one="HEALTHY", two="DRAINING")
-        assert await replicas(stack, "undrain", "two") == 0
-        await members.have(one="HEALTHY", two="HEALTHY")

@@ -121,15 +121,3 @@ async def test_replica_that_refuses_connections_is_ejected(
     await stack.start("limited")
     await until(lambda: served(client, "limited"))
     await none_excluded(client)
-
-
-async def test_sleeping_engine_gets_no_request_until_it_wakes(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
-    url = f"http://{stack.address('limited')}"
-    await client.post(f"{url}/sleep", {})
-    await until_read(partial(excluded, client, "asleep"), lambda now: now == ["limited"])
-    answers = [await client.chat(headers=IN_TURN) for _ in range(8)]
-    assert {answer.decision["replica_name"] for answer in answers} == {"plain"}
-    await client.post(f"{url}/wake_up", {})
-    await until(lambda: served(client, "limited"))
