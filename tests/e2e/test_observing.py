@@ -3,24 +3,17 @@
 import asyncio
 import io
 import json
-import re
-import resource
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 import pytest
-import pytest_asyncio
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from extproc.envoy.check import check_envoy
-from extproc.envoy.finding import Level
 from extproc.lab.harness.envoy_config import AccessLog, Bootstrap, manager_of
-from extproc.lab.harness.processes import Process
 from extproc.lab.harness.stack import MODEL
 from extproc.lab.simulator import SERVED_BY_HEADER, server
 from extproc.proxy.headers import is_steered
@@ -28,7 +21,7 @@ from extproc.proxy.messages import DESTINATION
 from extproc.settings import load
 from tests.e2e.client import CHAT, MESSAGES, EnvoyClient, RoutedAnswer
 from tests.e2e.stack import FAST_AND_SLOW, Behind, PatientStack, ext_proc_of, here
-from tests.waiting import PATIENCE_S, until_read
+from tests.waiting import until_read
 
 SESSION = "x-session-id"
 OWN = {"x-vllm-priority": "7", "x-data-parallel-rank": "0", "x-own": "kept"}
@@ -97,14 +90,6 @@ class ObservedStack(RecordingStack):
 system = partial(ObservedStack, replicas=here(FAST_AND_SLOW), settings=OBSERVE, pollers=0)
 
 
-@pytest_asyncio.fixture(autouse=True, loop_scope="session")
-async def accesses(stack: PatientStack) -> AccessLog:
-    """Envoy's access log since the test began."""
-    log = AccessLog(stack.access_log)
-    log.new()
-    return log
-
-
 def odd_body(tokens: int = 3, pad: int = 0, **fields: Any) -> bytes:
     """A body that any rewriting would change: spaces, escapes, a key that occurs twice."""
     more = "".join(f', "{name}": {json.dumps(value)}' for name, value in fields.items())
@@ -124,8 +109,9 @@ def recorded(client: EnvoyClient, answer: RoutedAnswer) -> ReceivedRequest:
     return ReceivedRequest(replica, *RecordingServer.requests[answer.headers["x-request-id"]])
 
 
-async def unchanged(client: EnvoyClient, requests: int = 8) -> list[ReceivedRequest]:
-    """Send requests; assert that they arrived unchanged."""
+async def in_turn(client: EnvoyClient, requests: int = 8) -> list[ReceivedRequest]:
+    """Send requests over one connection; assert that Envoy's own policy chose, and that requests
+    arrived unchanged."""
     body, found = odd_body(), []
     for _ in range(requests):
         found.append(recorded(client, await send(client, body)))
@@ -133,13 +119,6 @@ async def unchanged(client: EnvoyClient, requests: int = 8) -> list[ReceivedRequ
     for request in found:
         assert DESTINATION not in request.headers
         assert OWN.items() <= request.headers.items()
-    return found
-
-
-async def in_turn(client: EnvoyClient, requests: int = 8) -> list[ReceivedRequest]:
-    """Send requests over one connection; assert that Envoy's own policy chose, and that requests
-    arrived unchanged."""
-    found = await unchanged(client, requests)
     half = requests / 2
     assert Counter(request.replica for request in found) == {"one": half, "two": half}
     return found
@@ -161,21 +140,18 @@ def names(found: list[ReceivedRequest]) -> set[frozenset[str]]:
 async def test_envoy_alone_decides_and_no_byte_changes(client: EnvoyClient) -> None:
     observed = partial(client.metric, 'extproc_requests_total{result="observed"}')
     before = await observed()
-    await in_turn(client)
+    found = names(await in_turn(client))
     await until_read(observed, lambda now: now == before + 8)
     for result in ("routed", "refused", "unrouted", "gave_up"):
         assert await client.metric(f'extproc_requests_total{{result="{result}"}}') == 0
-
-
-async def test_requests_are_the_same_without_a_router(client: EnvoyClient) -> None:
-    observed = names(await in_turn(client))
     async with client.without_router():
-        assert names(await in_turn(client)) == observed
+        assert names(await in_turn(client)) == found
 
 
 async def test_predictions_are_compared_with_choice_of_envoy(
-    client: EnvoyClient, accesses: AccessLog
+    client: EnvoyClient, stack: PatientStack
 ) -> None:
+    accesses = AccessLog(stack.access_log)
     same, other = 'extproc_observed_total{choice="same"}', 'extproc_observed_total{choice="other"}'
     before = [await client.metric(name) for name in (same, other)]
     answers = [await client.chat(tokens=20, stream=stream) for stream in (True, False) * 3]
@@ -201,14 +177,6 @@ async def test_predictions_are_compared_with_choice_of_envoy(
         assert await client.metric(name) > 0.0
 
 
-async def test_request_counts_on_its_replica_from_first_token_on(client: EnvoyClient) -> None:
-    request = asyncio.create_task(client.chat(tokens=150, stream=True))
-    busy = await client.busy()
-    decision = await compared(client, await request)
-    assert client.stack.name_of(decision["outcome"]["served_by"]) == busy
-    await client.has_in_flight(0)
-
-
 async def test_hung_router_delays_no_request(client: EnvoyClient, stack: PatientStack) -> None:
     """Envoy takes more than 10 s here to notice that the router hangs."""
     with stack.paused("router"):
@@ -226,44 +194,6 @@ async def test_killed_router_ends_no_request(client: EnvoyClient) -> None:
         requests += [asyncio.create_task(send(client, odd_body())) for _ in range(4)]
         streamed, *_ = await asyncio.gather(*requests)
         assert streamed.body.endswith(b"data: [DONE]\n\n")
-
-
-def fill_memory(pid: int) -> None:
-    """Let the system give a process no more memory."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    (kilobytes,) = re.findall(r"^VmSize:\s+(\d+) kB$", status, re.M)
-    now = int(kilobytes) * 1024
-    resource.prlimit(pid, resource.RLIMIT_AS, (now, now))
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def router_with_full_memory(
-    client: EnvoyClient, stack: PatientStack
-) -> AsyncIterator[Process]:
-    process = stack.process("router")
-    fill_memory(process.pid)
-    yield process
-    await stack.kill("router")
-    await client.start_router()
-
-
-async def test_router_with_full_memory_changes_no_request(
-    client: EnvoyClient, router_with_full_memory: Process
-) -> None:
-    router = router_with_full_memory
-
-    def met_its_limit() -> bool:
-        return not router.running or "MemoryError" in router.log.read_text()
-
-    async with asyncio.timeout(PATIENCE_S):
-        while not met_its_limit():
-            await unchanged(client, 2)
-            large = odd_body(tokens=1, pad=TWENTY_MB)
-            for answer in await asyncio.gather(*(send(client, large) for _ in range(4))):
-                assert recorded(client, answer).body == large
-    await unchanged(client)
-    streamed = await send(client, odd_body(tokens=50, stream=True))
-    assert streamed.body.endswith(b"data: [DONE]\n\n")
 
 
 class Shared(RecordingStack):
@@ -289,10 +219,3 @@ async def test_share_of_sessions_is_routed_and_rest_is_left_alone(
                 assert (DESTINATION in found.headers) is steered
                 assert found.body == body
     assert sides == {True, False}
-
-
-async def test_check_accepts_configuration_of_the_stack(running: PatientStack) -> None:
-    bootstrap = running._bootstrap()
-    ext_proc_of(bootstrap)["deferred_close_timeout"] = "0.2s"
-    findings = check_envoy(bootstrap, load({}, {}, running.config_file))
-    assert {finding.level for finding in findings} == {Level.OK}
