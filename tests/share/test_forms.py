@@ -17,7 +17,7 @@ from extproc.lab.harness.processes import free_port
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
 from extproc.share.lists import Put
-from extproc.share.replicas import Snapshot, StateWriter
+from extproc.share.replicas import Removed, Snapshot, StateWriter
 from tests.certificates import NEW_KEY, openssl
 from tests.conftest import Logged, RedisServer, wait_for_redis
 from tests.share.conftest import A, B, Next, lost, reading
@@ -47,8 +47,8 @@ async def share_through(url: RedisSettings | str) -> None:
             assert await following() == Snapshot((A,))
             await writer.put([A, B])
             assert [await following(), await following()] == [Put(A), Put(B)]
-        await writer.remove([A.id])
-        await writer.remove([B.id])
+            await writer.remove([A.id, B.id])
+            assert [await following(), await following()] == [Removed(A.id), Removed(B.id)]
 
 
 async def until_known(following: Next, state: ReplicaState) -> None:

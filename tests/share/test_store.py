@@ -15,25 +15,13 @@ from extproc.share.connection import Keys
 from extproc.share.envelope import sealed_list
 from extproc.share.lists import PUT, Put
 from extproc.share.reader import keys_after
-from extproc.share.replicas import Removed, Snapshot, StateWriter
+from extproc.share.replicas import Snapshot, StateWriter
 from tests.conftest import Logged, RedisServer, wait_for_redis
 from tests.share.conftest import BACK, LOST, A, B, lost, reading, until
 from tests.share.servers import HOST, proxied
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
-
-
-async def test_reader_gets_all_states(redis_server: RedisServer, writer: StateWriter) -> None:
-    await writer.put([A])
-    async with reading(redis_server.url) as following:
-        assert await following() == Snapshot((A,))
-        await writer.put([A, B])
-        assert [await following(), await following()] == [Put(A), Put(B)]
-        await writer.remove([A.id, "10.0.0.9:8000"])
-        assert [await following(), await following()] == [Removed(A.id), Removed("10.0.0.9:8000")]
-    async with reading(redis_server.url) as following:
-        assert await following() == Snapshot((B,))
 
 
 async def test_unrefreshed_state_expires(
@@ -61,18 +49,6 @@ async def test_state_age_is_from_redis_ttl(redis_server: RedisServer, redis_clie
     assert snapshot.ages.pop(states[7].id) == pytest.approx(12, abs=took)
     assert snapshot.ages.pop(A.id) == 0.0  # the state does not tell its life in Redis
     assert max(snapshot.ages.values()) < took
-
-
-async def test_pools_are_separate(redis_server: RedisServer, redis_client: Redis) -> None:
-    async with (
-        reading(redis_server.url, "one") as first,
-        reading(redis_server.url, "two") as second,
-    ):
-        assert await first() == await second() == Snapshot(())
-        await StateWriter(redis_client, "one", ttl_s=60).put([A])
-        await StateWriter(redis_client, "two", ttl_s=60).put([B])
-        assert await first() == Put(A)
-        assert await second() == Put(B)
 
 
 async def test_new_reader_misses_no_state(redis_server: RedisServer, writer: StateWriter) -> None:
