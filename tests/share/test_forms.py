@@ -23,14 +23,14 @@ from tests.conftest import Logged, RedisServer, wait_for_redis
 from tests.share.conftest import A, B, Next, lost, reading
 from tests.share.servers import (
     HOST,
+    RedisCluster,
     SentinelPair,
-    cluster,
     command,
     proxied,
     publishing,
     replication_is,
+    running,
     start,
-    watched,
 )
 from tests.waiting import until as eventually
 
@@ -161,7 +161,7 @@ async def test_connection_to_demoted_single_server_is_renewed(tmp_path: Path) ->
 
 
 async def test_cluster_failover_is_followed(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as nodes:
+    async with running(RedisCluster(tmp_path)) as nodes:
         url = cluster_at(*reversed(nodes.ports))
         await share_through(cluster_at(nodes.ports[1]))
         async with publishing(url) as publisher, reading(url, POOL) as following:
@@ -176,7 +176,7 @@ async def test_cluster_failover_is_followed(tmp_path: Path) -> None:
 
 async def test_moved_cluster_slot_is_followed(tmp_path: Path) -> None:
     """Scripts and transactions work, as all keys of a pool are on the same node."""
-    async with cluster(tmp_path) as nodes:
+    async with running(RedisCluster(tmp_path)) as nodes:
         url = cluster_at(nodes.ports[2])
         async with connect(url, POOL) as redis:
             async with redis.pipeline(transaction=True) as pipe:
@@ -218,8 +218,8 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def servers(tmp_path: Path) -> AsyncIterator[SentinelPair]:
-    async with watched(tmp_path) as running:
-        yield running
+    async with running(SentinelPair(tmp_path)) as servers:
+        yield servers
 
 
 @pytest.fixture
