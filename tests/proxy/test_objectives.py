@@ -75,6 +75,7 @@ async def test_objective_follows_header_then_tenant_then_model(
             Objective("chat", 2, ttft_s=20.0),
         ),
         ({"x-gateway-inference-fairness-id": "support"}, Objective("chat", 2, ttft_s=20.0)),
+        ({"x-llm-d-inference-fairness-id": "support"}, Objective("chat", 2, ttft_s=20.0)),
         ({"x-slo-ttft-ms": "1500"}, Objective(ttft_s=1.5)),
         ({"x-slo-ttft-ms": "1500", "x-llm-d-slo-ttft-ms": "2500.5"}, Objective(ttft_s=2.5005)),
         (
@@ -92,16 +93,6 @@ async def test_allowed_inference_headers_set_objective(
     envoy: EnvoySide, services: Services, headers: dict[str, str], expected: Objective
 ) -> None:
     assert await objective_of(envoy, services, headers) == expected
-
-
-@allowed()
-@pytest.mark.parametrize("extension", ["llm-d", "gateway"])
-async def test_fairness_id_header_names_tenant(
-    envoy: EnvoySide, services: Services, extension: str
-) -> None:
-    await objective_of(envoy, services, {f"x-{extension}-inference-fairness-id": "blue"})
-    (record,) = services.log.last(1)
-    assert record.decision.profile.tenant == "blue"
 
 
 @pytest.mark.parametrize("config", [{}, ALLOWED], indirect=True)

@@ -366,12 +366,6 @@ async def test_usage_teaches_image_tokens(envoy: EnvoySide, services: Services) 
     assert services.tokens.bytes_per_token("llama") == services.config.request.bytes_per_token
 
 
-async def test_replica_that_envoy_skips_is_excluded(envoy: EnvoySide, services: Services) -> None:
-    for _ in range(30):
-        await envoy.converse(upstream=replica(2))
-    assert services.fleet.view("llama").ids == [replica(2)]
-
-
 @pytest.mark.parametrize(
     ("status", "flags", "counts"),
     [
