@@ -9,6 +9,7 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import ProtocolConfiguration
 from msgspec import to_builtins
 
 from extproc.config import Config
+from extproc.poll.destination import IntoFleet
 from extproc.proxy import stream as stream_module
 from extproc.proxy.services import Services
 from extproc.request.endpoint import Endpoint
@@ -326,6 +327,19 @@ async def test_model_that_a_replica_may_serve_is_routed(
     reply = await envoy.ask(CHAT | {"model": "none"})
     assert reply.immediate_response is None
     assert set(destination(reply)) <= MEMBERS
+
+
+async def test_memory_state_refuses_no_model_before_each_replica_has_a_state(
+    envoy: EnvoySide, services: Services
+) -> None:
+    services.fleet.members_known.clear()
+    services.fleet.remove(replica(2))
+    into = IntoFleet(services.fleet)
+    await into.claim(MEMBERS)
+    assert set(destination(await envoy.ask(CHAT | {"model": "none"}))) == {replica(1)}
+    put_replicas(services, 2, healthy=False)
+    await into.claim(MEMBERS)
+    assert status_of(await envoy.ask(CHAT | {"model": "none"})) == 404
 
 
 @without(route={"listed_models_only": False})
