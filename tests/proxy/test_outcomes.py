@@ -129,18 +129,6 @@ async def test_retry_on_other_replica_measures_no_prediction(
     assert [*services.results] == []
 
 
-async def test_failures_are_counted_until_replica_leaves(
-    envoy: EnvoySide, services: Services, registry: CollectorRegistry
-) -> None:
-    async with envoy.stream() as stream:
-        first, second = destination(await stream.ask())
-        await stream.answer(status=503, upstream=first)
-    assert value(registry, "failures_total", {"replica": first}) == 1
-    services.metrics.drop_other_replicas({second})
-    assert value(registry, "failures_total", {"replica": first}) is None
-    assert value(registry, "completion_seconds_count") is None
-
-
 @pytest.mark.parametrize(("address", "refutes"), [("", True), ("10.0.0.9:8000", False)])
 async def test_only_an_answer_of_the_replica_refutes_its_gauges(
     envoy: EnvoySide, services: Services, clock: ManualClock, address: str, refutes: bool
