@@ -129,23 +129,6 @@ async def test_routing_goes_on_while_redis_is_down(
     assert all(answer.decisions for answer in answers)
 
 
-async def test_dead_replica_gets_no_requests_until_restart(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
-    async with traffic(client, status=None) as answers:
-        await more(answers, 5)
-        stopped = monotonic()
-        await stack.stop("fast-1")
-        await client.replica_is("fast-1", lambda now: not now["healthy"])
-        later = await more(answers, 15)
-        await stack.start("fast-1")
-        await client.replica_is("fast-1", lambda now: now["healthy"])
-        await more(answers, 5)
-    # Requests in flight on the replica may fail with it.
-    assert {answer.status for answer in answers if answer.sent > stopped} == {200}
-    assert "fast-1" not in {answer.decision["replica_name"] for answer in later}
-
-
 @pytest.mark.parametrize("status", [500, 401])
 async def test_replica_that_fails_fast_is_ejected_until_healthy(
     client: EnvoyClient, status: int

@@ -84,15 +84,6 @@ async def complete(client: EnvoyClient, ids: list[int]) -> tuple[Any, Any, list[
     return got.decision["expected_cached_tokens"], reported, [*ids, *said]
 
 
-async def test_repeated_prompt_is_expected_in_cache(client: EnvoyClient) -> None:
-    prompt = list(range(50_000, 50_333))
-    first = await begin(client, prompt)
-    assert first[:2] == (0, 0)
-    assert (await complete(client, prompt))[:2] == (320, 320)
-    longer = [*first[2], 7]  # with the completion, whose last token is not computed
-    assert (await complete(client, longer))[:2] == (352, 352)
-
-
 async def test_expectation_is_exact_in_cache_too_small(client: EnvoyClient) -> None:
     random = Random(3)
     talks = [[random.randrange(100_000) for _ in range(200 + 10 * k)] for k in range(40)]
