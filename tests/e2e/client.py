@@ -183,7 +183,9 @@ class EnvoyClient:
 
     async def simulate(self, name: str, **behaviour: Any) -> None:
         """Change the behaviour of a simulated replica."""
-        await self.post(f"http://{self.stack.address(name)}/simulate", behaviour)
+        url = f"http://{self.stack.address(name)}/simulate"
+        async with self.session.post(url, json=behaviour) as response:
+            assert response.status == 200, await response.text()
 
     @asynccontextmanager
     async def simulating(self, name: str, **behaviour: Any) -> AsyncIterator[None]:
@@ -244,10 +246,6 @@ class EnvoyClient:
             async with self.session.get(url) as response:
                 load += len(await response.json())
         return load
-
-    async def post(self, url: str, body: dict[str, Any]) -> None:
-        async with self.session.post(url, json=body) as response:
-            assert response.status == 200, await response.text()
 
     async def _admin(self, path: str, admin: str = "") -> Any:
         url = (admin or self.stack.router_admin) + path

@@ -122,26 +122,6 @@ class Behind(PatientStack):
         return bootstrap_of(self, self.name) if known else super()._bootstrap()
 
 
-class FileStack(PatientStack):
-    """A stack whose pollers get the replicas from ``replicas_file``."""
-
-    @property
-    def _replicas_file(self) -> Path:
-        return self.directory / "replicas.yaml"
-
-    def _configuration(self) -> dict[str, Any]:
-        configuration = super()._configuration()
-        self.list_replicas(configuration.pop("replicas"))
-        return {"replicas_file": str(self._replicas_file), **configuration}
-
-    def list_replicas(self, replicas: Sequence[Mapping[str, Any]]) -> None:
-        self._replicas_file.write_text(yaml.safe_dump([*replicas]))
-
-    def listed(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = yaml.safe_load(self._replicas_file.read_text())
-        return found
-
-
 async def _serve(replica: SimulatedReplica, port: int) -> server.Serving:
     parser = argparse.ArgumentParser()
     simulate.add_arguments(parser)
@@ -185,14 +165,23 @@ def of_pool(pool: str) -> dict[str, Any]:
     return {"envoy.filters.http.ext_proc": overrides}
 
 
-class EdsStack(FileStack):
-    """A stack with the process ``eds``, whose Envoy runs envoy/eds.yaml."""
+class EdsStack(PatientStack):
+    """A stack with the process ``eds``, whose Envoy runs envoy/eds.yaml, and whose pollers get the
+    replicas from ``replicas_file``."""
 
     name = "eds"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.ports["eds"] = free_port()
+        self._replicas_file = self.directory / "replicas.yaml"
+
+    def list_replicas(self, replicas: Sequence[Mapping[str, Any]]) -> None:
+        self._replicas_file.write_text(yaml.safe_dump([*replicas]))
+
+    def listed(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = yaml.safe_load(self._replicas_file.read_text())
+        return found
 
     async def start(self, name: str) -> None:
         """Start the control plane before Envoy, which would otherwise retry later."""
@@ -207,7 +196,10 @@ class EdsStack(FileStack):
         return super()._recipe(name)
 
     def _configuration(self) -> dict[str, Any]:
-        return {**super()._configuration(), "eds": {"listen": self.address("eds")}}
+        configuration = super()._configuration()
+        self.list_replicas(configuration.pop("replicas"))
+        own = {"replicas_file": str(self._replicas_file), "eds": {"listen": self.address("eds")}}
+        return configuration | own
 
     def _bootstrap(self) -> Bootstrap:
         return bootstrap_of(self, self.name)

@@ -1,8 +1,6 @@
 """A replica that hangs: it accepts connections and never answers."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 
 import aiohttp
@@ -23,13 +21,6 @@ SERVE = {"hung_s": 2.0, "chunks_per_s": 1e6}
 system = partial(Doubting, replicas=here(FAST_AND_SLOW, "one"), settings={"serve": SERVE})
 
 
-@asynccontextmanager
-async def one_hangs(stack: PatientStack, client: EnvoyClient) -> AsyncIterator[None]:
-    with stack.paused("one"):
-        yield
-    await client.replica_is("one", lambda now: now["healthy"] and not now["unanswered_s"])
-
-
 async def test_hung_replica_is_avoided_and_its_requests_are_ended(
     client: EnvoyClient, stack: PatientStack
 ) -> None:
@@ -42,7 +33,7 @@ async def test_hung_replica_is_avoided_and_its_requests_are_ended(
     ):
         await stream.content.readany()
         await client.replica_is("one", lambda now: now["in_flight"] == 2)
-        async with one_hangs(stack, client):
+        with stack.paused("one"):
             await client.replica_is(
                 "one", lambda now: now["healthy"] and now["unanswered_s"] >= 0.5
             )
@@ -51,6 +42,7 @@ async def test_hung_replica_is_avoided_and_its_requests_are_ended(
                 await stream.read()
             refused = await whole
             assert (await client.replica("one"))["in_flight"] == 0
+        await client.replica_is("one", lambda now: now["healthy"] and not now["unanswered_s"])
     assert {answer.decision["replica_name"] for answer in later} == {"two"}
     assert refused.headers["Retry-After"] == "1"
     assert b"the replica that had this request hangs" in refused.body
