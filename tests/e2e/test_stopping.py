@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 
 from extproc.ground.clock import monotonic
-from extproc.lab.harness.processes import Process
 from extproc.proxy.service import LAME_DUCK_S
 from tests.e2e.client import HEALTHY_ROUTERS, EnvoyClient
 from tests.e2e.conftest import SYSTEM
@@ -22,13 +21,6 @@ async def unrouted(client: EnvoyClient) -> int:
     return await client.envoy_counts("ext_proc.failure_mode_allowed")
 
 
-async def seconds_until_envoy_leaves(client: EnvoyClient, stopped: Process) -> float:
-    began = monotonic()
-    stopped.signal(signal.SIGTERM)
-    await until_read(lambda: client.envoy_counts(HEALTHY_ROUTERS), lambda now: now == 1)
-    return monotonic() - began
-
-
 async def test_stopping_router_routes_until_envoy_leaves_it(
     client: EnvoyClient, stack: PatientStack
 ) -> None:
@@ -37,7 +29,10 @@ async def test_stopping_router_routes_until_envoy_leaves_it(
         for _ in range(TIMES):
             await more(answers, 20)
             before, router = await unrouted(client), stack.process("router-2")
-            noticed_s = await seconds_until_envoy_leaves(client, router)
+            began = monotonic()
+            router.signal(signal.SIGTERM)
+            await until_read(lambda: client.envoy_counts(HEALTHY_ROUTERS), lambda now: now == 1)
+            noticed_s = monotonic() - began
             assert await router.wait() == 0
             await more(answers, 60)
             without = await unrouted(client) - before
