@@ -19,6 +19,7 @@ OBJECTIVES = {
     "whole": {"completion_s": 0.001, "sheddable": True},
 }
 ALLOWED = {"allow_inference_headers": True}
+allowed = pytest.mark.parametrize("config", [ALLOWED], indirect=True)
 
 
 @pytest.fixture
@@ -29,10 +30,6 @@ def config(request: pytest.FixtureRequest) -> Config:
         request={"tenant_header": "X-Tenant"},
         route={"models": {"coder": "llama"}, "seed": 1},
     )
-
-
-def allowed(allow: bool = True) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("config", [{"allow_inference_headers": allow}], indirect=True)
 
 
 async def objective_of(
@@ -64,7 +61,7 @@ async def test_objective_follows_header_then_tenant_then_model(
     assert (await objective_of(envoy, services, headers, body)).name == name
 
 
-@allowed()
+@allowed
 @pytest.mark.parametrize(
     ("headers", "expected"),
     [
