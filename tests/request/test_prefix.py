@@ -311,10 +311,3 @@ def test_key_depends_on_all_blocks_up_to_its_own() -> None:
     assert same.tolist() == [True] * 6 + [False] * 56
     swapped = np.concatenate([IDS[16:32], IDS[:16], IDS[32:]])
     assert not (token_keys(IDS, 16, SEED) == token_keys(swapped, 16, SEED)).any()
-
-
-def test_block_size_adapter_and_salt_change_all_keys() -> None:
-    keys = token_keys(IDS, 16, SEED)
-    assert not np.isin(keys, token_keys(IDS, 16, seed_of("sql", ""))).any()
-    assert not np.isin(keys, token_keys(IDS, 16, seed_of("", "sql"))).any()
-    assert not np.isin(keys, token_keys(IDS, 32, SEED)).any()
