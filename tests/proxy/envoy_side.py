@@ -277,9 +277,9 @@ class EnvoySide:
         self._process = channel.stream_stream(f"/{SERVICE}/Process")
 
     @asynccontextmanager
-    async def stream(self, pool: str = "", traceparent: str = "") -> AsyncIterator[Stream]:
-        metadata = {"x-extproc-pool": pool, "traceparent": traceparent}
-        call = self._process(metadata=[pair for pair in metadata.items() if pair[1]])
+    async def stream(self, traceparent: str = "") -> AsyncIterator[Stream]:
+        metadata = [("traceparent", traceparent)] if traceparent else []
+        call = self._process(metadata=metadata)
         try:
             yield Stream(call)
         finally:

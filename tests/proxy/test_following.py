@@ -1,7 +1,7 @@
 """A router follows the states that pollers write to Redis."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -14,7 +14,6 @@ from extproc.observe.history import Delays
 from extproc.observe.metrics import RouterMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.proxy.sharing import share
-from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
 from extproc.share.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
@@ -42,13 +41,6 @@ async def following(server: RedisServer) -> AsyncIterator[Fleet]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def knows(fleet: Fleet, wanted: list[ReplicaState]) -> Callable[[], Awaitable[bool]]:
-    async def known() -> bool:
-        return [*fleet.members] == wanted
-
-    return known
-
-
 async def test_poller_clock_skew_changes_no_progress(
     redis_server: RedisServer, redis_client: Redis, logged: Logged
 ) -> None:
@@ -57,14 +49,14 @@ async def test_poller_clock_skew_changes_no_progress(
         clock = ManualClock(wall() - SKEW_S)
         first = state(1, "llama-8b-a10", clock, running=1, steps=1300.0, life_s=LIFE_S)
         await writer.put([first])
-        await until(knows(fleet, [first]))
+        await until(lambda: [*fleet.members] == [first])
         fleet.dispatch(first.id, chat(10, 2000))
         fleet.first_token(fleet.dispatch(first.id, chat(10, 2000)))
         before = fleet.sequences(fleet.view(MODEL)).remaining.max()
         await redis.client_kill_filter(_type="pubsub")
         await logged.line("redis is back")
         await writer.put([other := state(2, "llama-8b-a10", clock)])
-        await until(knows(fleet, [first, other]))
+        await until(lambda: [*fleet.members] == [first, other])
         after = fleet.sequences(fleet.view(MODEL)).remaining.max()
         assert after > before - 200  # otherwise the skew would count as steps done
 

@@ -26,9 +26,8 @@ BODY = json.dumps(CHAT).encode()
 
 
 @pytest.fixture
-def config(config: Config) -> Config:
-    serve = config.serve.model_copy(update={"second_choice": True})
-    return config.model_copy(update={"serve": serve})
+def config() -> Config:
+    return config_of(route={"seed": 1}, serve={"second_choice": True})
 
 
 @pytest.mark.parametrize("config", [config_of(route={"seed": 1})])

@@ -26,11 +26,8 @@ from tests.proxy.envoy_side import (
 from tests.proxy.replies import chosen, error_of, status_of
 from tests.proxy.test_outcomes import expected_length
 from tests.proxy.test_record import write_record
-from tests.proxy.test_traces import spans
 from tests.proxy.test_watch import MARK
 from tests.waiting import until
-
-__all__ = ["spans"]
 
 IN_TURN = {"x-extproc-policy": "round_robin"}
 

@@ -10,14 +10,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from extproc.config import Config, MutualTlsSettings
+from extproc.config import MutualTlsSettings
 from extproc.envoy.eds_server import EdsServer
 from extproc.proxy.app import build
 from extproc.proxy.service import SERVICE, GrpcServer
 from extproc.proxy.services import Services
 from tests.conftest import Logged
 from tests.fakes import replica
-from tests.proxy.conftest import put_replicas
+from tests.proxy.conftest import config_of, put_replicas
 from tests.proxy.envoy_side import EnvoySide, running
 from tests.proxy.replies import MEMBERS, destination
 from tests.waiting import PATIENCE_S, until, until_read
@@ -93,9 +93,8 @@ async def test_idle_router_that_stops_accepts_streams_until_envoy_leaves_it(
         stopping.cancel()
 
 
-async def test_router_is_ready_once_a_replica_is_known(config: Config, logged: Logged) -> None:
-    serve = config.serve.model_copy(update={"share": 0.05})
-    services = build(config.model_copy(update={"serve": serve}), CollectorRegistry())
+async def test_router_is_ready_once_a_replica_is_known(logged: Logged) -> None:
+    services = build(config_of(serve={"share": 0.05}), CollectorRegistry())
     server = GrpcServer(services)
     looking = asyncio.create_task(server.watch_replicas())
     async with running(server) as channel:

@@ -27,6 +27,11 @@ ROOM = 10_000
 BEGUN = b'{"model": "llama", "messages": [{"role": "user", "content": "'
 
 
+async def begin(stream: Stream) -> None:
+    await stream.write_headers()
+    await stream.write_body(BEGUN + b"a" * 4000, end_of_stream=False)
+
+
 def has_less_than(services: Services, size: int) -> bool:
     return services.body_memory.free < size
 
@@ -66,11 +71,9 @@ class TestBodies:
     async def test_stalled_body_is_evicted(self, envoy: EnvoySide, services: Services) -> None:
         async with envoy.stream() as stalled, envoy.stream() as slow, envoy.stream() as other:
             for stream, left in ((stalled, 6000), (slow, 2000)):
-                await stream.write_headers()
-                await stream.write_body(BEGUN + b"a" * 4000, False)
+                await begin(stream)
                 await until(partial(has_less_than, services, left))
-            await other.write_headers()
-            await other.write_body(BEGUN + b"a" * 4000, False)
+            await begin(other)
             assert error_of(await stalled.read())["code"] == "no_memory"
             await stalled.write_body(b"more")
             assert chunk_of(await stalled.read()) == (b"more", True)
@@ -85,8 +88,7 @@ class TestBodies:
     ) -> None:
         services.body_memory.free = 100
         async with envoy.stream() as stream:
-            await stream.write_headers()
-            await stream.write_body(BEGUN + b"a" * 4000, False)
+            await begin(stream)
             assert destination(await stream.read())
             assert chunk_of(await stream.read()) == (BEGUN + b"a" * 4000, False)
         put_replicas(services, 3, models=("other",))
@@ -101,8 +103,7 @@ class TestBodies:
     ) -> None:
         async with envoy.stream() as stalled, envoy.stream() as other, envoy.stream() as large:
             for stream, left in ((stalled, 6000), (other, 2000)):
-                await stream.write_headers()
-                await stream.write_body(BEGUN + b"a" * 4000, False)
+                await begin(stream)
                 await until(partial(has_less_than, services, left))
             await large.write_headers()
             await large.write_body(BEGUN + b"a" * 3 * ROOM + b'"}]}')

@@ -19,6 +19,7 @@ OBJECTIVES = {
     "whole": {"completion_s": 0.001, "sheddable": True},
 }
 ALLOWED = {"allow_inference_headers": True}
+allowed = pytest.mark.parametrize("config", [ALLOWED], indirect=True)
 
 
 @pytest.fixture
@@ -29,10 +30,6 @@ def config(request: pytest.FixtureRequest) -> Config:
         request={"tenant_header": "X-Tenant"},
         route={"models": {"coder": "llama"}, "seed": 1},
     )
-
-
-def allowed(allow: bool = True) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("config", [{"allow_inference_headers": allow}], indirect=True)
 
 
 async def objective_of(
@@ -64,7 +61,7 @@ async def test_objective_follows_header_then_tenant_then_model(
     assert (await objective_of(envoy, services, headers, body)).name == name
 
 
-@allowed()
+@allowed
 @pytest.mark.parametrize(
     ("headers", "expected"),
     [
@@ -75,6 +72,7 @@ async def test_objective_follows_header_then_tenant_then_model(
             Objective("chat", 2, ttft_s=20.0),
         ),
         ({"x-gateway-inference-fairness-id": "support"}, Objective("chat", 2, ttft_s=20.0)),
+        ({"x-llm-d-inference-fairness-id": "support"}, Objective("chat", 2, ttft_s=20.0)),
         ({"x-slo-ttft-ms": "1500"}, Objective(ttft_s=1.5)),
         ({"x-slo-ttft-ms": "1500", "x-llm-d-slo-ttft-ms": "2500.5"}, Objective(ttft_s=2.5005)),
         (
@@ -92,16 +90,6 @@ async def test_allowed_inference_headers_set_objective(
     envoy: EnvoySide, services: Services, headers: dict[str, str], expected: Objective
 ) -> None:
     assert await objective_of(envoy, services, headers) == expected
-
-
-@allowed()
-@pytest.mark.parametrize("extension", ["llm-d", "gateway"])
-async def test_fairness_id_header_names_tenant(
-    envoy: EnvoySide, services: Services, extension: str
-) -> None:
-    await objective_of(envoy, services, {f"x-{extension}-inference-fairness-id": "blue"})
-    (record,) = services.log.last(1)
-    assert record.decision.profile.tenant == "blue"
 
 
 @pytest.mark.parametrize("config", [{}, ALLOWED], indirect=True)

@@ -6,7 +6,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest
+from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest, ProcessingResponse
 
 from extproc.config import Config
 from extproc.proxy import messages
@@ -26,12 +26,9 @@ from tests.proxy.envoy_side import (
     Local,
     Stream,
     as_bytes,
-    request_body,
-    request_headers,
-    response_body,
-    response_headers,
 )
 from tests.proxy.replies import BodyMode, chunk_of, routed_to
+from tests.waiting import until
 
 OBSERVE = {"mode": "observe", "chunks_per_s": 1e6}
 UNCHANGED = {
@@ -56,38 +53,27 @@ def services(services: Services, clock: ManualClock) -> Services:
     return with_fleet(services, clock)
 
 
-class Watched:
-    """A request of an Envoy that does not wait: ``observability_mode``."""
+class Watched(Stream):
+    """A request of an Envoy that does not wait: ``observability_mode``. Its end fails if the router
+    has replied."""
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-
-    async def _write(self, message: ProcessingRequest) -> None:
+    async def send(self, message: ProcessingRequest) -> ProcessingResponse:
         message.observability_mode, message.protocol_config = True, None
-        await self._stream.write(message)
+        await self.write(message)
+        return ProcessingResponse()
 
-    async def request(self, body: dict[str, Any], pieces: int = 3) -> None:
-        await self._write(request_headers(headers=NAMED))
+    async def request(self, body: dict[str, Any]) -> None:
+        await self.request_headers(headers=NAMED)
         data = as_bytes(body)
-        size = len(data) // pieces + 1
+        size = len(data) // 3 + 1
         for start in range(0, len(data), size):
-            await self._write(request_body(data[start : start + size], end_of_stream=False))
-        await self._write(request_body(b""))
-
-    async def response_headers(self, upstream: str, status: int = 200) -> None:
-        await self._write(response_headers(status, upstream, EVENTS))
-
-    async def response_body(self, body: bytes, end_of_stream: bool = False) -> None:
-        await self._write(response_body(body, end_of_stream))
-
-    async def end(self) -> None:
-        """Ends the stream; fails if the router has replied."""
-        await self._stream.end()
+            await self.request_body(data[start : start + size], end_of_stream=False)
+        await self.request_body(b"")
 
 
 @pytest.fixture
-def watched(stream: Stream) -> Watched:
-    return Watched(stream)
+async def watched(services: Services) -> Watched:
+    return Watched(Local(services).begin())
 
 
 def other_than(chosen: str) -> str:
@@ -152,11 +138,10 @@ async def test_request_is_predicted_from_streamed_body(
 
 
 async def observes_one_request(services: Services) -> None:
-    async with EnvoySide(Local(services)).stream() as stream:
-        watched = Watched(stream)
-        await watched.request(CHAT)
-        await watched.response_headers(replica(1))
-        await watched.end()
+    watched = Watched(Local(services).begin())
+    await watched.request(CHAT)
+    await watched.response_headers(upstream=replica(1))
+    await watched.end()
     assert samples(services.metrics.requests) == {("observed",): 1.0}
 
 
@@ -168,19 +153,13 @@ async def test_router_that_routes_cannot_steer_in_observability_mode(clock: Manu
 async def until_answered(watched: Watched, services: Services, agrees: bool) -> tuple[str, str]:
     """Sends a request up to the response's headers; returns the router's choice and Envoy's."""
     await watched.request(STREAMED)
-    while not (found := services.log.of_request("one")):
-        await sleep()
-    choice = found[0].decision.replica
+    await until(lambda: services.log.of_request("one"))
+    choice = services.log.of_request("one")[0].decision.replica
     by_envoy = choice if agrees else other_than(choice)
     assert services.fleet.in_flight == 0
-    await watched.response_headers(by_envoy)
-    while not services.fleet.in_flight:
-        await sleep()
+    await watched.response_headers(upstream=by_envoy, content_type=EVENTS)
+    await until(lambda: services.fleet.in_flight)
     return choice, by_envoy
-
-
-async def sleep() -> None:
-    await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("agrees", [True, False])
@@ -190,12 +169,11 @@ async def test_choices_and_times_are_compared(
     choice, by_envoy = await until_answered(watched, services, agrees)
     assert services.fleet.in_flight_on(by_envoy) == 1
     clock.advance(0.5)
-    await watched.response_body(TOKEN)
-    await sleep()
+    await watched.response_body(TOKEN, end_of_stream=False)
+    await asyncio.sleep(0)
     clock.advance(2.0)
-    await watched.response_body(LAST, end_of_stream=True)
-    while services.fleet.in_flight:
-        await sleep()
+    await watched.response_body(LAST)
+    await until(lambda: not services.fleet.in_flight)
     clock.advance(5.0)  # Envoy closes the stream late
     await watched.end()
     assert samples(services.metrics.requests) == {("observed",): 1.0}
@@ -222,7 +200,7 @@ async def test_response_of_another_than_the_choice_is_counted_as_such(
 ) -> None:
     put_replicas(services, 2, healthy=False)
     await watched.request(STREAMED)
-    await watched.response_headers(served_by, status)
+    await watched.response_headers(status, served_by)
     await watched.end()
     assert samples(services.metrics.observed) == {(choice,): 1.0}
     outcome = services.log.of_request("one")[0].outcome
@@ -231,13 +209,12 @@ async def test_response_of_another_than_the_choice_is_counted_as_such(
 
 async def test_request_on_hung_replica_goes_on(services: Services) -> None:
     local = Local(services)
-    async with EnvoySide(local).stream() as stream:
-        watched = Watched(stream)
-        _, on = await until_answered(watched, services, agrees=True)
-        put_replicas(services, 1 + (on == replica(2)), healthy=False, unanswered_s=100.0)
-        await local.server.end_hung()
-        assert services.fleet.in_flight_on(on) == 1
-        await watched.end()
+    watched = Watched(local.begin())
+    _, on = await until_answered(watched, services, agrees=True)
+    put_replicas(services, 1 + (on == replica(2)), healthy=False, unanswered_s=100.0)
+    await local.server.end_hung()
+    assert services.fleet.in_flight_on(on) == 1
+    await watched.end()
 
 
 async def test_full_memory_is_no_reason_to_refuse(services: Services) -> None:

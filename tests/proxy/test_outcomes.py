@@ -129,18 +129,6 @@ async def test_retry_on_other_replica_measures_no_prediction(
     assert [*services.results] == []
 
 
-async def test_failures_are_counted_until_replica_leaves(
-    envoy: EnvoySide, services: Services, registry: CollectorRegistry
-) -> None:
-    async with envoy.stream() as stream:
-        first, second = destination(await stream.ask())
-        await stream.answer(status=503, upstream=first)
-    assert value(registry, "failures_total", {"replica": first}) == 1
-    services.metrics.drop_other_replicas({second})
-    assert value(registry, "failures_total", {"replica": first}) is None
-    assert value(registry, "completion_seconds_count") is None
-
-
 @pytest.mark.parametrize(("address", "refutes"), [("", True), ("10.0.0.9:8000", False)])
 async def test_only_an_answer_of_the_replica_refutes_its_gauges(
     envoy: EnvoySide, services: Services, clock: ManualClock, address: str, refutes: bool
@@ -158,6 +146,24 @@ async def test_only_an_answer_of_the_replica_refutes_its_gauges(
         clock.advance(3.0)
         put_replicas(services, **figures)
     assert services.fleet.eligibility.conditions[first].frozen == refutes
+
+
+async def test_late_first_token_teaches_load_time_of_adapters(
+    envoy: EnvoySide, services: Services, clock: ManualClock
+) -> None:
+    services.fleet.remove(replica(2))
+    put_replicas(services, 1, models=("law", "tax"), adapters=("law", "tax"), max_loras=1)
+    loads = []
+    for adapter in ("law", "tax"):
+        async with envoy.stream() as stream:
+            await stream.ask(STREAMED | {"model": adapter})
+            loads.append(services.log.last(1)[0].decision.forecast().adapter_load)
+            await stream.response_headers(upstream=replica(1), content_type=EVENTS)
+            clock.advance(5.0)
+            await stream.response_body(TOKEN, False)
+            await stream.response_body(LAST)
+            await stream.end()
+    assert 0.0 < loads[0] < 1.0 < loads[1]
 
 
 async def test_unanswered_request_counts_as_demand(envoy: EnvoySide, services: Services) -> None:
@@ -346,12 +352,6 @@ async def test_usage_teaches_image_tokens(envoy: EnvoySide, services: Services) 
     assert services.tokens.image_tokens("llama") == pytest.approx(1_500, rel=0.05)
     assert services.tokens.image_tokens("other") == services.config.request.image_tokens
     assert services.tokens.bytes_per_token("llama") == services.config.request.bytes_per_token
-
-
-async def test_replica_that_envoy_skips_is_excluded(envoy: EnvoySide, services: Services) -> None:
-    for _ in range(30):
-        await envoy.converse(upstream=replica(2))
-    assert services.fleet.view("llama").ids == [replica(2)]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Routers as processes: readiness, and state in memory without a poller or Redis."""
 
-import asyncio
 import json
 import signal
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 import aiohttp
 import grpc
 import pytest
-from aiohttp import web
 
 from extproc.lab.harness.processes import Process, answers, free_port
 from extproc.share.connection import connect
@@ -20,9 +18,9 @@ from extproc.share.replicas import StateWriter
 from tests.conftest import RedisServer
 from tests.fakes import MODEL, ManualClock, state
 from tests.patched import patched
-from tests.poll.replica import ScriptedReplica, models, page, serving, text
+from tests.poll.replica import ScriptedReplica, page, serving, text
 from tests.proxy.envoy_side import CHAT, EnvoySide
-from tests.proxy.replies import destination, status_of
+from tests.proxy.replies import destination
 from tests.waiting import PATIENCE_S, until, until_read
 
 pytestmark = pytest.mark.process
@@ -87,34 +85,6 @@ async def test_memory_state_follows_replicas_file(tmp_path: Path) -> None:
             await started.process.stop(PATIENCE_S)
         assert started.process.returncode == 0
         assert "redis" not in started.log.read_text()
-
-
-async def test_memory_state_refuses_no_model_early(tmp_path: Path) -> None:
-    async with serving() as first, serving() as second:
-        scrapes_answered = asyncio.Event()
-
-        async def slow(request: web.Request) -> web.StreamResponse:
-            await scrapes_answered.wait()
-            return await text(page(model="large"))(request)
-
-        second.answers |= {"/metrics": slow, "/v1/models": models("large")}
-
-        async with router(list_replicas(tmp_path, first, second), tmp_path) as started:
-
-            async def listed() -> bool:
-                return "adapter" in (await started.page("/fleet"))[1]
-
-            async def result_of(model: str) -> list[str] | int:
-                async with started.envoy.stream() as stream:
-                    reply = await stream.ask(CHAT | {"model": model})
-                    refused = reply.immediate_response is not None
-                    return status_of(reply) if refused else destination(reply)
-
-            await until(listed)
-            assert await result_of("large") == [first.id, first.id]
-            scrapes_answered.set()
-            await until_read(lambda: result_of("nobody's"), lambda now: now == 404)
-            assert await result_of("large") == [second.id, second.id]
 
 
 async def test_replica_that_refuses_connections_makes_router_ready(tmp_path: Path) -> None:

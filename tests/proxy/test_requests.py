@@ -9,6 +9,7 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import ProtocolConfiguration
 from msgspec import to_builtins
 
 from extproc.config import Config
+from extproc.poll.destination import IntoFleet
 from extproc.proxy import stream as stream_module
 from extproc.proxy.services import Services
 from extproc.request.endpoint import Endpoint
@@ -132,14 +133,6 @@ async def test_large_body_is_read_to_rewrite_model(stream: Stream) -> None:
     reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
     assert destination(reply) == []
     assert body_of(await stream.request_body(named())) == compact(named(model="llama"))
-
-
-@without(hold=HOLD)
-async def test_large_body_gets_priority_header(stream: Stream) -> None:
-    headers = {"x-objective": "urgent", "content-length": f"{2**24}"}
-    reply = await stream.request_headers(headers=headers)
-    assert reply.request_headers is not None
-    assert header_of(reply, PRIORITY) == "-10"
 
 
 @without()
@@ -336,6 +329,19 @@ async def test_model_that_a_replica_may_serve_is_routed(
     assert set(destination(reply)) <= MEMBERS
 
 
+async def test_memory_state_refuses_no_model_before_each_replica_has_a_state(
+    envoy: EnvoySide, services: Services
+) -> None:
+    services.fleet.members_known.clear()
+    services.fleet.remove(replica(2))
+    into = IntoFleet(services.fleet)
+    await into.claim(MEMBERS)
+    assert set(destination(await envoy.ask(CHAT | {"model": "none"}))) == {replica(1)}
+    put_replicas(services, 2, healthy=False)
+    await into.claim(MEMBERS)
+    assert status_of(await envoy.ask(CHAT | {"model": "none"})) == 404
+
+
 @without(route={"listed_models_only": False})
 async def test_listed_models_only_false_routes_any_model(envoy: EnvoySide) -> None:
     assert destination(await envoy.ask(CHAT | {"model": "an adapter"}))
@@ -453,10 +459,12 @@ async def test_without_healthy_replica_envoy_chooses(
     assert destination(reply) == []
 
 
-@without()
+@without(hold=HOLD)
 async def test_large_body_stays_with_envoy(stream: Stream, services: Services) -> None:
-    reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
+    headers = {"x-objective": "urgent", "content-length": str(40 * 2**20)}
+    reply = await stream.request_headers(headers=headers)
     assert set(destination(reply)) == MEMBERS
+    assert header_of(reply, PRIORITY) == "-10"
     assert mode_of(reply).request_body_mode == BodyMode.NONE
     assert mode_of(reply).response_header_mode == HeaderMode.DEFAULT
     assert mode_of(reply).response_trailer_mode == HeaderMode.SEND

@@ -5,22 +5,14 @@ from typing import Any
 
 import pytest
 
-from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import replica
-from tests.proxy.conftest import router_of
+from tests.proxy.conftest import config_of, router_of
 from tests.proxy.envoy_side import EnvoySide, Local, Stream
 from tests.proxy.replies import BodyMode, chosen, destination, mode_of
 
 RESPONSES = "/v1/responses"
 REQUEST = {"model": "llama", "input": "Tell me of the sea."}
-
-
-@pytest.fixture
-def unread(config: Config) -> Config:
-    return config.model_copy(
-        update={"serve": config.serve.model_copy(update={"chunks_per_s": 0.0})}
-    )
 
 
 async def respond(
@@ -67,8 +59,8 @@ async def test_unknown_stored_response_goes_anywhere(stream: Stream) -> None:
     assert destination(await stream.request_headers(f"{RESPONSES}/resp_9", "GET")) == []
 
 
-async def test_stored_streams_are_read_for_response_ids(unread: Config) -> None:
-    services = router_of(unread)
+async def test_stored_streams_are_read_for_response_ids() -> None:
+    services = router_of(config_of(serve={"chunks_per_s": 0.0}))
     envoy = EnvoySide(Local(services))
     while services.responses.takes(services.clock(), 1.0):
         pass  # the budget for other responses is spent

@@ -29,10 +29,6 @@ async def spans() -> AsyncIterator[Spans]:
 
 @pytest.fixture
 def services(services: Services, spans: Spans) -> Services:
-    return traced(services, spans)
-
-
-def traced(services: Services, spans: Spans) -> Services:
     return replace(services, traces=Traces(f"http://127.0.0.1:{spans.port}/"))
 
 

@@ -30,6 +30,7 @@ from tests.proxy.replies import (
     refusal_header,
     status_of,
 )
+from tests.proxy.test_housekeeping import one_pass
 from tests.waiting import until
 
 Full = tuple[Stream, Stream]
@@ -229,7 +230,10 @@ async def test_request_waits_for_next_replica(
     for number in (1, 2):
         services.fleet.remove(replica(number))
     assert asks_envoy_to_wait(await stream.body_first(CHAT))
-    assert services.queue.unserved_by_model() == {"llama": 1}
+    await one_pass(services)
+    pool = services.config.pool
+    assert samples(services.metrics.unserved) == {(pool, "llama"): 1.0}
+    assert samples(services.metrics.replicas_needed)[pool,] >= 1.0
     clock.advance(0.5)
     put_replicas(services, 3)
     assert chosen(await stream.read()) == [replica(3)]

@@ -1,7 +1,6 @@
 """Budgets of responses and chunks that the router reads."""
 
 from contextlib import AsyncExitStack
-from dataclasses import replace
 
 import pytest
 
@@ -27,7 +26,7 @@ def config() -> Config:
 
 @pytest.fixture
 def services(services: Services, clock: ManualClock) -> Services:
-    return replace(services, clock=clock)
+    return with_fleet(services, clock)
 
 
 async def ask(envoy: EnvoySide, status: int = 200) -> tuple[bool, str]:
@@ -55,13 +54,6 @@ async def test_a_hundred_responses_a_second_are_visible(
     assert visible == [True] * 5 + [False] * 5
     assert services.fleet.in_flight == 0
     assert {*samples(services.metrics.requests)} == {("routed",)}
-
-
-async def test_skipping_responses_keeps_body_mode(envoy: EnvoySide) -> None:
-    """A reply that changes one processing mode replaces all: ``ask`` checks that of the body."""
-    for _ in range(PER_S):
-        await ask(envoy)
-    assert not (await ask(envoy))[0]
 
 
 async def test_failed_replica_makes_all_responses_visible(envoy: EnvoySide) -> None:
@@ -135,41 +127,29 @@ async def test_long_stream_uses_up_later_budget(envoy: EnvoySide, clock: ManualC
     assert await answer(envoy)
 
 
-class TestSkippedResponses:
-    """Envoy marks requests whose responses it does not forward."""
+async def test_skipped_response_avoids_ejected_replica(
+    envoy: EnvoySide, services: Services, clock: ManualClock
+) -> None:
+    for _ in range(3):
+        services.fleet.eligibility.failed(replica(1))
+    clock.advance(1.1)
+    async with envoy.stream() as first, envoy.stream() as visible, envoy.stream() as last:
+        assert chosen(await first.body_first(CHAT, headers=MARK)) == [replica(2)]
+        assert chosen(await visible.body_first(CHAT))[0] == replica(1)
+        await visible.answer(upstream=replica(1))
+        assert chosen(await last.body_first(CHAT, headers=MARK))[0] == replica(1)
 
-    @pytest.fixture
-    def config(self) -> Config:
-        named = {"models": {"chat": "llama"}}
-        return config_of(pool="of-these-tests", route=named)
 
-    @pytest.fixture
-    def services(self, services: Services, clock: ManualClock) -> Services:
-        return with_fleet(services, clock)
+async def test_skipped_response_is_not_unanswered(envoy: EnvoySide, services: Services) -> None:
+    assert chosen(await envoy.ask_body_first(CHAT, headers=MARK))
+    assert chosen(await envoy.ask_body_first())  # the client hung up
+    assert samples(services.metrics.requests) == {("routed",): 2.0, ("unanswered",): 1.0}
 
-    async def test_skipped_response_avoids_ejected_replica(
-        self, envoy: EnvoySide, services: Services, clock: ManualClock
-    ) -> None:
-        for _ in range(3):
-            services.fleet.eligibility.failed(replica(1))
-        clock.advance(1.1)
-        async with envoy.stream() as first, envoy.stream() as visible, envoy.stream() as last:
-            assert chosen(await first.body_first(CHAT, headers=MARK)) == [replica(2)]
-            assert chosen(await visible.body_first(CHAT))[0] == replica(1)
-            await visible.answer(upstream=replica(1))
-            assert chosen(await last.body_first(CHAT, headers=MARK))[0] == replica(1)
 
-    async def test_skipped_response_is_not_unanswered(
-        self, envoy: EnvoySide, services: Services
-    ) -> None:
-        assert chosen(await envoy.ask_body_first(CHAT, headers=MARK))
-        assert chosen(await envoy.ask_body_first())  # the client hung up
-        assert samples(services.metrics.requests) == {("routed",): 2.0, ("unanswered",): 1.0}
-
-    async def test_stored_response_is_visible_despite_the_mark(
-        self, stream: Stream, services: Services
-    ) -> None:
-        stored = {"model": "llama", "input": "hello", "store": True}
-        assert chosen(await stream.body_first(stored, "/v1/responses", headers=MARK))
-        await stream.end()  # the client hung up
-        assert samples(services.metrics.requests) == {("routed",): 1.0, ("unanswered",): 1.0}
+async def test_stored_response_is_visible_despite_the_mark(
+    stream: Stream, services: Services
+) -> None:
+    stored = {"model": "llama", "input": "hello", "store": True}
+    assert chosen(await stream.body_first(stored, "/v1/responses", headers=MARK))
+    await stream.end()  # the client hung up
+    assert samples(services.metrics.requests) == {("routed",): 1.0, ("unanswered",): 1.0}

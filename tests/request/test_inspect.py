@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from extproc.request.endpoint import Endpoint, endpoint_of, stored_response_of
-from extproc.request.errors import BadRequest, error_body
+from extproc.request.errors import BadRequest
 from extproc.request.inspect import inspect
 from extproc.request.profile import RequestProfile
 from extproc.request.prompt import TOKENS_PER_MESSAGE, TOKENS_TO_REPLY, VIDEO_TOKENS
@@ -326,19 +326,6 @@ def test_absurd_content_length_is_bounded(length: int | None, tokens: int) -> No
 def test_beginning_that_is_no_json_is_refused() -> None:
     with pytest.raises(BadRequest):
         inspect(E.CHAT, b"model=m", counter(), partial=True)
-
-
-def test_error_body_has_the_form_of_openai() -> None:
-    with pytest.raises(BadRequest) as caught:
-        inspect(E.CHAT, b'{"model": 5}', counter())
-    assert json.loads(error_body(caught.value)) == {
-        "error": {
-            "message": "the model must be a string",
-            "type": "invalid_request_error",
-            "param": "model",
-            "code": "invalid_model",
-        }
-    }
 
 
 @pytest.mark.parametrize(

@@ -95,23 +95,12 @@ CONVERSATIONS: dict[str, Conversation] = {
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS.values(), ids=CONVERSATIONS)
-def test_turn_begins_with_the_keys_of_the_previous_turn(
-    conversation: Conversation,
-) -> None:
-    prefix_of_turn, turn_ends = conversation
-    turns = [prefix_of_turn(end) for end in turn_ends]
-    for before, after in pairwise(turns):
-        assert shared(before, after) == before.keys.size > 0
-
-
-@pytest.mark.parametrize("conversation", CONVERSATIONS.values(), ids=CONVERSATIONS)
-def test_previous_key_is_that_of_the_previous_turns_prompt(
-    conversation: Conversation,
-) -> None:
+def test_turn_continues_the_prompt_of_the_previous_turn(conversation: Conversation) -> None:
     prefix_of_turn, turn_ends = conversation
     turns = [prefix_of_turn(end) for end in turn_ends]
     assert (turns[0].previous_key, turns[0].previous_tokens) == (0, 0.0)
     for before, after in pairwise(turns):
+        assert shared(before, after) == before.keys.size > 0
         assert after.previous_key == before.whole != after.whole
     assert len({turn.whole for turn in turns}) == len(turns)
 
@@ -278,17 +267,14 @@ def test_cut_body_has_no_keys() -> None:
     assert (got.prefix.keys.size, got.prefix.whole) == (0, 0)
 
 
-def test_prompt_beyond_the_limit_has_no_whole_key() -> None:
-    got = chat(user("x" * (MOST_BYTES + 999)), assistant("yes"), user("well"))
+VIDEOS = [{"type": "video_url", "video_url": f"https://x/{number}"} for number in range(9_000)]
+
+
+@pytest.mark.parametrize("content", ["x" * (MOST_BYTES + 999), VIDEOS], ids=["text", "media"])
+def test_prompt_beyond_the_limit_has_no_whole_key(content: Any) -> None:
+    got = chat(user(content), assistant("yes"), user("well"))
     assert got.keys.size == MOST_BYTES // UNIT_BYTES
     assert (got.whole, got.previous_key) == (0, 0)
-
-
-def test_digests_of_many_media_are_bounded() -> None:
-    parts = [{"type": "video_url", "video_url": f"https://x/{number}"} for number in range(9_000)]
-    got = chat(user(parts))
-    assert got.keys.size == MOST_BYTES // UNIT_BYTES
-    assert got.whole == 0
 
 
 def test_keys_are_the_same_in_another_process() -> None:
@@ -325,10 +311,3 @@ def test_key_depends_on_all_blocks_up_to_its_own() -> None:
     assert same.tolist() == [True] * 6 + [False] * 56
     swapped = np.concatenate([IDS[16:32], IDS[:16], IDS[32:]])
     assert not (token_keys(IDS, 16, SEED) == token_keys(swapped, 16, SEED)).any()
-
-
-def test_block_size_adapter_and_salt_change_all_keys() -> None:
-    keys = token_keys(IDS, 16, SEED)
-    assert not np.isin(keys, token_keys(IDS, 16, seed_of("sql", ""))).any()
-    assert not np.isin(keys, token_keys(IDS, 16, seed_of("", "sql"))).any()
-    assert not np.isin(keys, token_keys(IDS, 32, SEED)).any()

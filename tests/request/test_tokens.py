@@ -18,13 +18,6 @@ def test_ratio_starts_from_the_configuration(counter: TokenCounter) -> None:
     assert counter.count("m", ["x" * 40, "é" * 20]) == 20
 
 
-def test_ratio_is_learned_per_model(counter: TokenCounter) -> None:
-    for _ in range(200):
-        counter.learn("chinese", 2_000, 1_000)
-    assert counter.bytes_per_token("chinese") == pytest.approx(2.0, rel=0.05)
-    assert counter.bytes_per_token("other") == 4.0
-
-
 def test_ratio_follows_a_change(counter: TokenCounter) -> None:
     for _ in range(1_000):
         counter.learn("m", 2_000, 1_000)

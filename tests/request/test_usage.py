@@ -77,6 +77,9 @@ RESPONSES: dict[str, bytes] = {
             "prompt_logprobs": None,
         }
     ).encode(),
+    "chat, with other figures later": compact(
+        {"usage": CHAT_USAGE, "kv_transfer_params": {"usage": {"blocks": 3}}}
+    ).encode(),
     "chat, indented": json.dumps(
         {"choices": [{"message": {"content": FAKE}}], "usage": CHAT_USAGE, "x": "y" * 9_000},
         indent=2,
@@ -152,11 +155,6 @@ def test_other_streams_begin_with_the_first_token() -> None:
     assert not reader.generating
     reader.feed(sse(ROLE, done=False))
     assert reader.generating
-
-
-def test_later_object_without_figures_changes_nothing() -> None:
-    body = compact({"usage": CHAT_USAGE, "kv_transfer_params": {"usage": {"blocks": 3}}})
-    assert read([body.encode()]) == EXPECTED
 
 
 STREAMS = {

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from redis.asyncio import Redis
@@ -88,14 +88,6 @@ class SentinelPair:
         )
 
 
-@asynccontextmanager
-async def watched(directory: Path) -> AsyncIterator[SentinelPair]:
-    async with AsyncExitStack() as stack:
-        servers = SentinelPair(directory)
-        await servers.start(stack)
-        yield servers
-
-
 class RedisCluster:
     """Three primaries and a replica of the first, which holds all slots but two.
 
@@ -139,6 +131,16 @@ class RedisCluster:
                 await client.config_set("cluster-node-timeout", round(seconds * 1000))
 
 
+Servers = TypeVar("Servers", SentinelPair, RedisCluster)
+
+
+@asynccontextmanager
+async def running(servers: Servers) -> AsyncIterator[Servers]:
+    async with AsyncExitStack() as stack:
+        await servers.start(stack)
+        yield servers
+
+
 async def command(client: Redis, *words: str | int) -> Any:
     execute: Any = client.execute_command  # redis-py leaves the method untyped
     return await execute(*words)
@@ -173,14 +175,6 @@ async def replication_is(client: Redis, field: str, value: str) -> bool:
 async def _cluster_is(client: Redis, field: str, value: str) -> bool:
     info: dict[str, str] = await client.cluster("INFO")
     return info.get(field) == value
-
-
-@asynccontextmanager
-async def cluster(directory: Path) -> AsyncIterator[RedisCluster]:
-    async with AsyncExitStack() as stack:
-        servers = RedisCluster(directory)
-        await servers.start(stack)
-        yield servers
 
 
 class Proxy:

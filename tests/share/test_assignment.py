@@ -180,17 +180,6 @@ async def test_pause_during_a_heartbeat_does_not_renew_it(
     assert not a.assigner.lapsed
 
 
-async def test_heartbeat_takes_two_round_trips(redis_client: Redis) -> None:
-    a, b = AssignedPoller(redis_client, "a"), AssignedPoller(redis_client, "b")
-    await beats(a, b)
-    await redis_client.config_resetstat()
-    await a.beat()
-    stats = await redis_client.info("commandstats")
-    calls = {name.removeprefix("cmdstat_"): stat["calls"] for name, stat in stats.items()}
-    calls.pop("config|resetstat")
-    assert calls == {"pexpire": 2, "set": 1, "sadd": 1, "smembers": 1, "mget": 1}
-
-
 async def test_pollers_keep_replicas_when_redis_comes_back_empty(
     redis_server: RedisServer, logged: Logged
 ) -> None:

@@ -203,16 +203,6 @@ async def test_router_applies_few_blocks_of_a_whole_list_in_a_turn(
     assert max(abs(after - before) for before, after in pairwise(held)) <= 2048
 
 
-async def test_router_that_lost_blocks_reads_them_again(
-    write: Tell, following: FollowingRouter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared, "_READ_AGAIN_S", 0.0)
-    following.held.clear()
-    following.blocks.forget(replica(1))
-    await write(update_of(2, {2}))
-    await following.holds({1, 2})
-
-
 async def test_lost_block_list_is_written_whole_again(
     write: Tell, following: FollowingRouter, redis_client: Redis
 ) -> None:

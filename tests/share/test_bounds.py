@@ -1,14 +1,10 @@
 """Limits of Redis: few rights, full memory, and slow readers."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
 import pytest
 from msgspec import structs
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
-from extproc.poll.into_redis import IntoRedis
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
 from extproc.share.replicas import Put, Removed, Snapshot, StateWriter
@@ -18,15 +14,6 @@ from tests.share.servers import command, fill, publishing, stop_saving
 from tests.share.test_forms import share_through
 
 pytestmark = pytest.mark.process
-
-
-@asynccontextmanager
-async def passing_on(url: str) -> AsyncIterator[tuple[IntoRedis, Next]]:
-    """A publisher, and a reader that has received the state A from the publisher."""
-    async with publishing(url) as publisher, reading(url) as following:
-        publisher.put(A)
-        await until(following, Put(A))
-        yield publisher, following
 
 
 async def test_documented_acl_suffices(redis_server: RedisServer, redis_client: Redis) -> None:
@@ -40,54 +27,46 @@ async def test_documented_acl_suffices(redis_server: RedisServer, redis_client: 
                 await command(redis, *words)
 
 
-async def test_full_redis_is_logged_once_and_passes_states_on(
+async def test_full_redis_is_logged_once_and_passes_states_and_removals_on(
     redis_server: RedisServer, redis_client: Redis, logged: Logged
 ) -> None:
     url = redis_server.url
     async with publishing(url) as publisher, reading(url) as following:
-        assert await following() == Snapshot(())
-        await fill(redis_client)
         publisher.put(A)
-        assert "maxmemory" in str((await logged.line(LOST))["error"])
         await until(following, Put(A))
-        publisher.put(B)
-        await until(following, Put(B))
-        assert await redis_client.dbsize() == 0
-        await redis_client.config_set("maxmemory", 0)
-        await logged.line(BACK)
-        assert await redis_client.dbsize() == 2
-    assert len(logged.lines(LOST)) == len(logged.lines(BACK)) == 1
-
-
-async def test_full_redis_forgets_states_and_passes_removals_on(
-    redis_server: RedisServer, redis_client: Redis, logged: Logged
-) -> None:
-    async with passing_on(redis_server.url) as (publisher, following):
         await fill(redis_client)
         publisher.put(B)
+        assert "maxmemory" in str((await logged.line(LOST))["error"])
+        await until(following, Put(B))
         publisher.remove(A.id)
         await until(following, Removed(A.id))
         assert await redis_client.dbsize() == 0
-        await logged.line(LOST)
+        await redis_client.config_set("maxmemory", 0)
+        await logged.line(BACK)
+        assert await redis_client.dbsize() == 1
+    assert len(logged.lines(LOST)) == len(logged.lines(BACK)) == 1
 
 
 async def test_redis_that_cannot_save_passes_states_on(
     redis_server: RedisServer, redis_client: Redis, logged: Logged
 ) -> None:
-    async with passing_on(redis_server.url) as (publisher, following):
+    url = redis_server.url
+    async with publishing(url) as publisher, reading(url) as following:
+        publisher.put(A)
+        await until(following, Put(A))
         await stop_saving(redis_client)
         publisher.remove(A.id)
         publisher.put(B)
         await until(following, Removed(A.id))
         await until(following, Put(B))
-        async with reading(redis_server.url) as later:
+        async with reading(url) as later:
             assert isinstance(await later(), Snapshot)
             changes = [await later() for _ in range(3)]  # no further snapshot
             assert Put(B) in changes
             assert {type(change) for change in changes} <= {Put, Removed}
         await redis_client.config_set("save", "")
         await logged.line(BACK)
-        async with reading(redis_server.url) as later:
+        async with reading(url) as later:
             assert await later() == Snapshot((B,))
     assert len(logged.lines(LOST)) == len(logged.lines(BACK)) == 1
 

@@ -144,15 +144,6 @@ async def test_digest_reader_works_without_pttl_permission(
         assert DIGEST.seal(await heard(following)) == sent
 
 
-async def test_reader_follows_redis(redis_server: RedisServer, following: Next, peer: Peer) -> None:
-    await redis_server.kill()
-    await redis_server.start()
-    while await following() != Connected():
-        pass
-    sent = await peer.send()
-    assert DIGEST.seal(await heard(following)) == sent
-
-
 async def test_routers_count_requests_of_live_peers(redis_server: RedisServer) -> None:
     registry = CollectorRegistry()
     async with router(redis_server.url) as second:

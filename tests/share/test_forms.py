@@ -16,20 +16,20 @@ from extproc.config import RedisSettings
 from extproc.lab.harness.processes import free_port
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
-from extproc.share.replicas import Put, Snapshot, StateWriter
+from extproc.share.replicas import Put, Removed, Snapshot, StateWriter
 from tests.certificates import NEW_KEY, openssl
 from tests.conftest import Logged, RedisServer, wait_for_redis
 from tests.share.conftest import A, B, Next, lost, reading
 from tests.share.servers import (
     HOST,
+    RedisCluster,
     SentinelPair,
-    cluster,
     command,
     proxied,
     publishing,
     replication_is,
+    running,
     start,
-    watched,
 )
 from tests.waiting import until as eventually
 
@@ -46,8 +46,8 @@ async def share_through(url: RedisSettings | str) -> None:
             assert await following() == Snapshot((A,))
             await writer.put([A, B])
             assert [await following(), await following()] == [Put(A), Put(B)]
-        await writer.remove([A.id])
-        await writer.remove([B.id])
+            await writer.remove([A.id, B.id])
+            assert [await following(), await following()] == [Removed(A.id), Removed(B.id)]
 
 
 async def until_known(following: Next, state: ReplicaState) -> None:
@@ -160,7 +160,7 @@ async def test_connection_to_demoted_single_server_is_renewed(tmp_path: Path) ->
 
 
 async def test_cluster_failover_is_followed(tmp_path: Path) -> None:
-    async with cluster(tmp_path) as nodes:
+    async with running(RedisCluster(tmp_path)) as nodes:
         url = cluster_at(*reversed(nodes.ports))
         await share_through(cluster_at(nodes.ports[1]))
         async with publishing(url) as publisher, reading(url, POOL) as following:
@@ -175,7 +175,7 @@ async def test_cluster_failover_is_followed(tmp_path: Path) -> None:
 
 async def test_moved_cluster_slot_is_followed(tmp_path: Path) -> None:
     """Scripts and transactions work, as all keys of a pool are on the same node."""
-    async with cluster(tmp_path) as nodes:
+    async with running(RedisCluster(tmp_path)) as nodes:
         url = cluster_at(nodes.ports[2])
         async with connect(url, POOL) as redis:
             async with redis.pipeline(transaction=True) as pipe:
@@ -217,8 +217,8 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def servers(tmp_path: Path) -> AsyncIterator[SentinelPair]:
-    async with watched(tmp_path) as running:
-        yield running
+    async with running(SentinelPair(tmp_path)) as servers:
+        yield servers
 
 
 @pytest.fixture

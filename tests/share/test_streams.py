@@ -1,8 +1,6 @@
 """Streams in Redis: owners and prompts reach present and later routers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -10,22 +8,21 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
-from extproc.fleet.announcements import SentPrompt
 from extproc.fleet.fleet import Fleet
 from extproc.proxy import sharing as shared
 from extproc.request.endpoint import Endpoint
 from extproc.request.prefix import UNIT_BYTES, Prefix, prefix_of
 from extproc.request.profile import RequestProfile
 from extproc.share.connection import Keys, connect
-from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts, StreamReader, append
+from extproc.share.streams import OWNER, Owner, StreamReader, append
 from tests.conftest import RedisServer
 from tests.fakes import MODEL, replica
-from tests.share.conftest import Pair, router
-from tests.waiting import PATIENCE_S, until
+from tests.share.conftest import Pair, hearing, router
+from tests.waiting import until
 
 pytestmark = pytest.mark.process
 
-Next = Callable[[], Awaitable[str]]
+FIRST, SECOND = Owner("resp_1", replica(2)), Owner("resp_2", replica(2))
 
 
 @pytest.fixture(params=[2, 3])
@@ -114,24 +111,11 @@ async def test_redis_bounds_response_owners(
     assert 200 <= stored <= 400  # Redis drops whole nodes of a hundred entries
 
 
-@asynccontextmanager
-async def reading(url: str) -> AsyncIterator[Next]:
-    entries: asyncio.Queue[str] = asyncio.Queue()
+def owners_in(redis: Redis, pool: str) -> StreamReader[Owner]:
+    return StreamReader(redis, Keys(pool).responses, OWNER)
 
-    async def listen(redis: Redis) -> None:
-        reader = StreamReader(redis, Keys("test").responses, OWNER)
-        async with aclosing(reader.changes()) as owners:
-            async for owner in owners:
-                entries.put_nowait(owner.thing)
 
-    async def following() -> str:
-        async with asyncio.timeout(PATIENCE_S):
-            return await entries.get()
-
-    async with connect(url, "test") as redis, asyncio.TaskGroup() as tasks:
-        listening = tasks.create_task(listen(redis))
-        yield following
-        listening.cancel()
+reading = partial(hearing, owners_in)
 
 
 async def is_reading(client: Redis) -> bool:
@@ -141,26 +125,28 @@ async def is_reading(client: Redis) -> bool:
 async def test_disconnected_reader_resumes(redis_server: RedisServer, redis_client: Redis) -> None:
     send = partial(append, redis_client, Keys("test").responses, OWNER, 100)
     async with reading(redis_server.url) as following:
-        await send([Owner("resp_1", replica(2))])
-        assert await following() == "resp_1"
+        await send([FIRST])
+        assert await following() == FIRST
+        second = asyncio.ensure_future(following())
         await until(lambda: is_reading(redis_client))
         assert await redis_client.client_kill_filter(_type="normal", skipme=True)
-        await send([Owner("resp_2", replica(2))])
-        assert await following() == "resp_2"
+        await send([SECOND])
+        assert await second == SECOND
 
 
 async def test_reader_tolerates_earlier_redis_clock(redis_server: RedisServer) -> None:
     async with reading(redis_server.url) as following:
         async with connect(redis_server.url, "test") as client:
-            first: Any = {"": OWNER.seal(Owner("resp_1", replica(2)))}
+            first: Any = {"": OWNER.seal(FIRST)}
             await client.xadd(Keys("test").responses, first, id="9999999999999-0")
-            assert await following() == "resp_1"
+            assert await following() == FIRST
+            second = asyncio.ensure_future(following())
             await until(lambda: is_reading(client))
         await redis_server.kill()
         await redis_server.start()
         async with connect(redis_server.url, "test") as client:
-            await append(client, Keys("test").responses, OWNER, 100, [Owner("resp_2", replica(2))])
-            assert await following() == "resp_2"
+            await append(client, Keys("test").responses, OWNER, 100, [SECOND])
+            assert await second == SECOND
 
 
 async def test_garbage_owners_are_skipped(redis_server: RedisServer, redis_client: Redis) -> None:
@@ -175,16 +161,3 @@ async def test_garbage_owners_are_skipped(redis_server: RedisServer, redis_clien
         first.responses.record("resp_2", replica(2))
         await knows(second, "resp_1", "resp_2")
         assert second.response_owner("resp_x") is None
-
-
-async def test_garbage_prompts_are_skipped(
-    redis_client: Redis, routers: Pair, caplog: pytest.LogCaptureFixture
-) -> None:
-    first, second = routers
-    keys = np.zeros(1, np.uint64)
-    sealed = PROMPTS.seal(Prompts("another", (SentPrompt(replica(1), keys, 64.0, 64.0, 0),)))
-    for garbage in (b"\xff" * 40, b"", b"\x00", sealed[:-1]):
-        await redis_client.xadd(Keys("test").prompts, {"": garbage})
-    send(first, 1, prompt("a", 3))
-    await holds(second, 1, prompt("a", 3))
-    assert [record.message for record in caplog.records].count("skipped garbage in redis") <= 2
