@@ -94,6 +94,7 @@ async def _show(stack: Stack, journal: Journal) -> None:
         for minute in count(1):
             gentle = islice(samples(MODEL, _GENTLE_RATE, random), int(60 * _GENTLE_RATE))
             await send_all(stack.url, gentle, f"gentle-{minute}")
+            journal.entries.clear()  # or its memory would grow without end
 
 
 async def _compare(args: argparse.Namespace, stack: Stack, journal: Journal) -> None:
@@ -105,8 +106,8 @@ async def _compare(args: argparse.Namespace, stack: Stack, journal: Journal) -> 
         requests = islice(samples(MODEL, args.rate, Random(_SEED)), args.requests)
         async with _printed(stack, journal):
             answers = await send_all(stack.url, requests, name, policy)
-        await journal.settle({answer.request_id for answer in answers})
-        return Run(answers, dict(journal.entries), stack.names)
+        entries = await journal.settle([answer.request_id for answer in answers])
+        return Run(answers, entries, stack.names)
 
     report = Report(stack.ready_s, await run("default", None), await run("again", "round_robin"))
     _print(f"\n{report}")
@@ -145,11 +146,10 @@ async def _printed(stack: Stack, journal: Journal) -> AsyncIterator[None]:
 
 def _line(entry: Entry, stack: Stack) -> str:
     decision, access = entry.decision, entry.access
-    assert access is not None
     replica = stack.name_of(access.upstream) or "-"
     predicted = decision.predicted_completion_s if decision else None
     times = "-" if predicted is None else f"{predicted:.2f} s", f"{access.duration_s:.2f} s"
-    head = f"{entry.request_id:<16} → {replica:<7} predicted {times[0]:>8}  actual {times[1]:>8}"
+    head = f"{access.request_id:<16} → {replica:<7} predicted {times[0]:>8}  actual {times[1]:>8}"
     return f"{head}  {entry.why}"
 
 
