@@ -164,6 +164,7 @@ def _exit_report(process: Process, stack: Stack) -> str:
 
 def instructions(stack: Stack) -> str:
     """Shell commands to try in another terminal, each with its purpose."""
+    router = stack.address("router-admin")
     return f"""
 To try in another terminal: a chat, a streamed chat, a chat routed by another policy:
 
@@ -173,15 +174,15 @@ To try in another terminal: a chat, a streamed chat, a chat routed by another po
 
 In a browser, {stack.router_admin}/ shows fleet, decisions and warnings, live. In a terminal:
 
-  {stack.look_command("top")}
+  {stack.command("top", "--router", router)}
 
 The last decisions with their reasons (add a request id to see all replicas compared for it):
 
-  {stack.look_command("explain")}
+  {stack.command("explain", "--router", router)}
 
 The replicas as Redis has them; also to drain a replica and to undrain it:
 
-  {stack.replicas_command}
+  {stack.command("replicas", "list", "--config", stack.config_file)}
 
 The same as JSON; the router's view of the fleet; Envoy's view:
 
