@@ -37,37 +37,30 @@ _print = partial(print, flush=True)
 async def demo(args: argparse.Namespace) -> int:
     """Run the demo and return its exit status; SIGINT or SIGTERM stops every process.
 
+    Its files are in a new folder, which is deleted at the end, but kept after a failure.
+
     Raises:
         ProcessError: a program is missing, a process died, or a run of ``--once`` failed.
     """
     stop = asyncio.Event()  # an event, so that a second Ctrl-C does not interrupt the shutdown
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    work = asyncio.create_task(_in_directory(args))
+    directory = Path(tempfile.mkdtemp(prefix="extproc-demo-"))
+    work = asyncio.create_task(_with_stack(args, directory))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     work.cancel()
+    status = 0
     try:
         await work
     except asyncio.CancelledError:
         _print("\nstopped")
-        return _INTERRUPTED if args.once else 0
-    return 0
-
-
-async def _in_directory(args: argparse.Namespace) -> None:
-    """Runs the demo with its files in a new folder. The folder is deleted at the end; after a
-    failure it is kept, and the error names it."""
-    directory = Path(tempfile.mkdtemp(prefix="extproc-demo-"))
-    try:
-        await _with_stack(args, directory)
+        status = _INTERRUPTED if args.once else 0
     except (ProcessError, OSError) as error:
         raise ProcessError(f"{error}\nlogs: {directory}") from None
-    except asyncio.CancelledError:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
     shutil.rmtree(directory, ignore_errors=True)
+    return status
 
 
 async def _with_stack(args: argparse.Namespace, directory: Path) -> None:
