@@ -184,7 +184,7 @@ def test_parts_are_consecutive_and_a_seed_repeats_prompts(tmp_path: Path, replic
 
 
 def cached_tokens(replica: str) -> float:
-    samples = samples_of(asyncio.run(get_text(f"{replica}/metrics")))
+    samples = samples_of(asyncio.run(get_text(f"{replica}/metrics")) or "")
     return next(each.value for each in samples if each.name == "vllm:prefix_cache_hits_total")
 
 

@@ -287,7 +287,7 @@ class Stack:
         return True
 
     async def _envoy_uses_routers(self) -> bool:
-        members = await get_text(f"{self.envoy_admin}/clusters")
+        members = await get_text(f"{self.envoy_admin}/clusters") or ""
         return all(
             f"::{self.address(router)}::health_flags::healthy" in members for router in self.routers
         )
