@@ -218,7 +218,10 @@ class Engine:
             sequence.computed += 1
             sequence.generated += 1
         accepted = self._accept(decoded, self.speculation) if self.speculation else {}
-        prefilled = [sequence for sequence, chunk in step.chunks if self._computes(sequence, chunk)]
+        chunks = [each for each in step.chunks if each[0].id in self._prefilling]  # not aborted
+        for sequence, chunk in chunks:
+            sequence.computed += chunk
+        prefilled = [sequence for sequence, _ in chunks if sequence.computed == sequence.context]
         first = [sequence for sequence in prefilled if sequence.first_token is None]
         for sequence in first:
             sequence.first_token = now
@@ -227,7 +230,8 @@ class Engine:
             self._decoding[sequence.id] = self._prefilling.pop(sequence.id)
         finished = [each for each in (*decoded, *prefilled) if each.generated == each.output_tokens]
         for sequence in finished:
-            self._finish(sequence, now)
+            self._stop(sequence)
+            sequence.finished = now
         outcome = StepOutcome(now, decoded, accepted, prefilled, first, finished)
         self._count(outcome)
         if decoded or prefilled or not self.freezing_gauges:
@@ -241,10 +245,6 @@ class Engine:
         while (step := self.step or self.schedule(self._now)) and step.ends_at <= until:
             outcomes.append(self.complete())
         return outcomes
-
-    @property
-    def _cold(self) -> bool:
-        return self.steps < self._cold_steps
 
     def _decode_blocks(self) -> int:
         """Blocks for the next token of each decoding sequence."""
@@ -366,7 +366,7 @@ class Engine:
         attention = sum(chunk * (sequence.computed + chunk / 2) for sequence, chunk in chunks)
         attention += self._drafted * decoded
         time = self.step_model.step_time(prefill, self.running, decoded + context, attention)
-        return time * COLD if self._cold else time
+        return time * COLD if self.steps < self._cold_steps else time
 
     def _end_of_decode_step(self) -> float:
         """Time at which a step that only decodes ends."""
@@ -397,14 +397,6 @@ class Engine:
                 self._decode_steps = None
         return gained
 
-    def _computes(self, sequence: Sequence, chunk: int) -> bool:
-        """Count the computed chunk of a sequence that was not aborted meanwhile; return True if its
-        prefill ends."""
-        if sequence.id not in self._prefilling:
-            return False
-        sequence.computed += chunk
-        return sequence.computed == sequence.context
-
     def _stop(self, sequence: Sequence) -> None:
         if self._prefilling.pop(sequence.id, None) is None:
             del self._decoding[sequence.id]
@@ -427,6 +419,7 @@ class Engine:
         cached = sum(sequence.cached_tokens for sequence in first)
         tokens = len(outcome.decoded) + sum(outcome.accepted.values())
         tokens += sum(sequence.output_tokens > 0 for sequence in outcome.prefilled)
+        counters.finished.update(sequence.reason for sequence in outcome.finished)
         counters.first_tokens += len(first)
         counters.prompt_tokens += prompt_tokens
         counters.cached_tokens += cached
@@ -437,11 +430,6 @@ class Engine:
         used = _adapters_of(self._decoding.values()) if self.adapters else ()
         deferred = min(self._deferred, waiting)
         self.gauges = Gauges(self.running, waiting, self.kv_usage, deferred, used)
-
-    def _finish(self, sequence: Sequence, now: float) -> None:
-        self._stop(sequence)
-        sequence.finished = now
-        self.counters.finished[sequence.reason] += 1
 
 
 def _rank(sequence: Sequence) -> tuple[int, float, int]:
