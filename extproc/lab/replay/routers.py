@@ -59,7 +59,6 @@ class Served:
     sequences: list[EngineSequence] = field(default_factory=list)  # on the replica
     frontend: float = 0.0  # seconds on the replica outside the engine's steps
     answered: bool = False  # outcome reported to the router; no retry after that
-    retried: bool = False
     first_token: float | None = None
     finished: float | None = None  # time of the complete answer; None: unfinished or failed
 

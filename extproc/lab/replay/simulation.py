@@ -149,10 +149,9 @@ class Simulation(ABC):
     def _retry(self, served: Served) -> None:
         """Retries a request on its second choice; fails a request that was answered or retried."""
         second = served.decision.second
-        if served.answered or served.retried or second is None:
+        if served.answered or second is None or second == served.replica:
             self._fail(served)
             return
-        served.retried = True
         served.replica = second
         served.first_token = None
         self._send(served)
