@@ -58,7 +58,10 @@ class Metrics:
         self._labels = f'engine="0",{self._model}'
         self._started_at = wall()
         self.rejections = dict.fromkeys(LIMITS, 0)  # refused requests, by limit
-        self._histograms = {name: Histogram(bounds) for name, bounds in _HISTOGRAMS.items()}
+        self._histograms = {
+            "iteration_tokens_total": engine.counters.iteration_tokens,
+            **{name: Histogram(bounds) for name, bounds in _HISTOGRAMS.items()},
+        }
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
         self._histograms[name].observe(value, times)
@@ -106,7 +109,6 @@ class Metrics:
                 yield f"# TYPE vllm:{name} {kind}"
                 for labels, value in series.items():
                     yield f"vllm:{name}{{{labels}}} {float(value)}"
-        yield from self._histogram("iteration_tokens_total", self._engine.counters.iteration_tokens)
         for name, histogram in self._histograms.items():
             yield from self._histogram(name, histogram)
 
