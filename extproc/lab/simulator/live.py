@@ -189,12 +189,10 @@ class LiveEngine:
         delays do not add up."""
         now = monotonic()
         while True:
-            step = self.engine.schedule(now)
-            if step is None:
+            while (step := self.engine.schedule(now)) is None:
                 self._arrival.clear()
                 await self._arrival.wait()
                 now = monotonic()
-                continue
             await asyncio.sleep(max(0.0, step.ends_at - monotonic()))
             await self.working.wait()
             self._deliver(self.engine.complete(), step.ends_at - step.starts_at)
