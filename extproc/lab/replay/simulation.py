@@ -109,11 +109,9 @@ class Simulation(ABC):
             return node.router.decide(profile, place=place)
 
         def resolve(outcome: Decision | Exception | None) -> None:
-            if isinstance(outcome, Refusal):
-                outcome = None
-            elif isinstance(outcome, Exception):
+            if isinstance(outcome, Exception) and not isinstance(outcome, Refusal):
                 raise outcome
-            self._dispatch(arrival, outcome)
+            self._dispatch(arrival, outcome if isinstance(outcome, Decision) else None)
 
         node.queue.enter(Waiting(profile, decision, now, decide, resolve))
 
