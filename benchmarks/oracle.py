@@ -122,7 +122,7 @@ class _Exact:
     def of(cls, machine: Machine, profile: RequestProfile, prefix: Items[int]) -> "_Exact":
         engine = machine.engine
         sequences = [*engine.decoding, *engine.queued]
-        generated = np.array([engine.generated(sequence) for sequence in sequences], float)
+        generated = np.array([sequence.generated for sequence in sequences], float)
         prompts = np.array([sequence.prompt_tokens for sequence in sequences], float)
         outputs = np.array([sequence.output_tokens for sequence in sequences], float)
         pool = engine.pool

@@ -59,7 +59,7 @@ class EnvoyContender:
 
         async def complaints(requests: Requests) -> list[str]:
             found = await replica_complaints(admin, len(servers))
-            lines = (await get_text(f"{admin}/clusters")).splitlines()
+            lines = (await get_text(f"{admin}/clusters") or "").splitlines()
             sent = [int(line.split("::")[-1]) for line in lines if "::rq_total::" in line]
             # Each worker of Envoy takes turns on its own: counts may differ by 1 per worker.
             uneven = max(sent, default=0) - min(sent, default=0) > _WORKERS
@@ -143,7 +143,7 @@ async def replica_complaints(admin: str, replicas: int) -> list[str]:
 
 
 async def envoy_stats(admin: str) -> dict[str, int]:
-    lines = (await get_text(f"{admin}/stats")).splitlines()
+    lines = (await get_text(f"{admin}/stats") or "").splitlines()
     pairs = (line.rpartition(": ") for line in lines)
     return {name: int(value) for name, _, value in pairs if value.isdecimal()}
 

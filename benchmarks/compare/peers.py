@@ -103,7 +103,7 @@ class ProxyContender:
             return await _healthy(url) == len(servers)
 
         async def complaints(requests: Requests) -> list[str]:
-            page = await get_text(f"http://127.0.0.1:{ports['metrics']}/metrics")
+            page = await get_text(f"http://127.0.0.1:{ports['metrics']}/metrics") or ""
             found = self._complaints(samples_of(page), len(requests))
             if (healthy := await _healthy(url)) != len(servers):
                 found.append(f"{name} uses {healthy} of {len(servers)} replicas")

@@ -92,7 +92,7 @@ class PickerContender:
         arguments, env = self._product.command(self._policy, fleet.model, servers, ports, directory)
 
         async def account() -> PickerAccount:
-            page = await get_text(f"http://127.0.0.1:{ports['http']}/metrics")
+            page = await get_text(f"http://127.0.0.1:{ports['http']}/metrics") or ""
             text = log.read_text(errors="replace")
             return self._product.account(self._policy, samples_of(page), text, servers)
 

@@ -112,7 +112,8 @@ async def _observe(servers: Servers, clock: Clock, simulated: bool) -> Observati
         if simulated:
             late[name] = await get_json(f"http://{address}/simulate/late")
         with suppress(ScrapeError):  # the replica does not answer
-            page = read_metrics((await get_text(f"http://{address}/metrics")).encode())
+            text = await get_text(f"http://{address}/metrics") or ""
+            page = read_metrics(text.encode())
             prompt_tokens += page.prompt_tokens
             cached_tokens += page.cached_tokens
     return Observation(at_s, cpu, prompt_tokens, cached_tokens, late)

@@ -157,7 +157,7 @@ def test_load_on_a_replica(
 
 
 def cached_tokens(replica: str) -> float:
-    samples = samples_of(asyncio.run(get_text(f"{replica}/metrics")))
+    samples = samples_of(asyncio.run(get_text(f"{replica}/metrics")) or "")
     return next(each.value for each in samples if each.name == "vllm:prefix_cache_hits_total")
 
 

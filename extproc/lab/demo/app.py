@@ -37,37 +37,30 @@ _print = partial(print, flush=True)
 async def demo(args: argparse.Namespace) -> int:
     """Run the demo and return its exit status; SIGINT or SIGTERM stops every process.
 
+    Its files are in a new folder, which is deleted at the end, but kept after a failure.
+
     Raises:
         ProcessError: a program is missing, a process died, or a run of ``--once`` failed.
     """
     stop = asyncio.Event()  # an event, so that a second Ctrl-C does not interrupt the shutdown
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    work = asyncio.create_task(_in_directory(args))
+    directory = Path(tempfile.mkdtemp(prefix="extproc-demo-"))
+    work = asyncio.create_task(_with_stack(args, directory))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     work.cancel()
+    status = 0
     try:
         await work
     except asyncio.CancelledError:
         _print("\nstopped")
-        return _INTERRUPTED if args.once else 0
-    return 0
-
-
-async def _in_directory(args: argparse.Namespace) -> None:
-    """Runs the demo with its files in a new folder. The folder is deleted at the end; after a
-    failure it is kept, and the error names it."""
-    directory = Path(tempfile.mkdtemp(prefix="extproc-demo-"))
-    try:
-        await _with_stack(args, directory)
+        status = _INTERRUPTED if args.once else 0
     except (ProcessError, OSError) as error:
         raise ProcessError(f"{error}\nlogs: {directory}") from None
-    except asyncio.CancelledError:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
     shutil.rmtree(directory, ignore_errors=True)
+    return status
 
 
 async def _with_stack(args: argparse.Namespace, directory: Path) -> None:
@@ -94,6 +87,7 @@ async def _show(stack: Stack, journal: Journal) -> None:
         for minute in count(1):
             gentle = islice(samples(MODEL, _GENTLE_RATE, random), int(60 * _GENTLE_RATE))
             await send_all(stack.url, gentle, f"gentle-{minute}")
+            journal.entries.clear()  # or its memory would grow without end
 
 
 async def _compare(args: argparse.Namespace, stack: Stack, journal: Journal) -> None:
@@ -105,8 +99,8 @@ async def _compare(args: argparse.Namespace, stack: Stack, journal: Journal) -> 
         requests = islice(samples(MODEL, args.rate, Random(_SEED)), args.requests)
         async with _printed(stack, journal):
             answers = await send_all(stack.url, requests, name, policy)
-        await journal.settle({answer.request_id for answer in answers})
-        return Run(answers, dict(journal.entries), stack.names)
+        entries = await journal.settle([answer.request_id for answer in answers])
+        return Run(answers, entries, stack.names)
 
     report = Report(stack.ready_s, await run("default", None), await run("again", "round_robin"))
     _print(f"\n{report}")
@@ -145,11 +139,10 @@ async def _printed(stack: Stack, journal: Journal) -> AsyncIterator[None]:
 
 def _line(entry: Entry, stack: Stack) -> str:
     decision, access = entry.decision, entry.access
-    assert access is not None
     replica = stack.name_of(access.upstream) or "-"
     predicted = decision.predicted_completion_s if decision else None
     times = "-" if predicted is None else f"{predicted:.2f} s", f"{access.duration_s:.2f} s"
-    head = f"{entry.request_id:<16} → {replica:<7} predicted {times[0]:>8}  actual {times[1]:>8}"
+    head = f"{access.request_id:<16} → {replica:<7} predicted {times[0]:>8}  actual {times[1]:>8}"
     return f"{head}  {entry.why}"
 
 
@@ -164,6 +157,7 @@ def _exit_report(process: Process, stack: Stack) -> str:
 
 def instructions(stack: Stack) -> str:
     """Shell commands to try in another terminal, each with its purpose."""
+    router = stack.address("router-admin")
     return f"""
 To try in another terminal: a chat, a streamed chat, a chat routed by another policy:
 
@@ -173,15 +167,15 @@ To try in another terminal: a chat, a streamed chat, a chat routed by another po
 
 In a browser, {stack.router_admin}/ shows fleet, decisions and warnings, live. In a terminal:
 
-  {stack.look_command("top")}
+  {stack.command("top", "--router", router)}
 
 The last decisions with their reasons (add a request id to see all replicas compared for it):
 
-  {stack.look_command("explain")}
+  {stack.command("explain", "--router", router)}
 
 The replicas as Redis has them; also to drain a replica and to undrain it:
 
-  {stack.replicas_command}
+  {stack.command("replicas", "list", "--config", stack.config_file)}
 
 The same as JSON; the router's view of the fleet; Envoy's view:
 

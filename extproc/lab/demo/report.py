@@ -6,32 +6,31 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from extproc.ground.text import Column, table
 from extproc.lab.demo.journal import Entry
 from extproc.lab.harness.traffic import Answer
+from extproc.lab.replay.figures import distribution
 
 _Percentiles = dict[str, float | None]
 
 
 @dataclass(frozen=True)
 class Run:
-    """Requests sent under a policy, with their journal entries."""
+    """Requests sent under a policy."""
 
     answers: list[Answer]
-    entries: Mapping[str, Entry]  # by request id
+    entries: list[Entry]  # of the answers whose end Envoy has logged
     names: Mapping[str, str]  # `ip:port` → name of the replica
 
     @cached_property
     def figures(self) -> dict[str, Any]:
         """Counts of requests, by outcome and by replica; completion and TTFT in seconds."""
-        known, whole = self._known(), [answer for answer in self.answers if answer.ok]
-        served = Counter(entry.access.upstream for entry in known if entry.access)
+        whole = [answer for answer in self.answers if answer.ok]
+        served = Counter(entry.access.upstream for entry in self.entries)
         return {
             "ok": len(whole),
-            "routed": sum(entry.routed for entry in known),
-            "fallback": sum(entry.fallback for entry in known),
+            "routed": sum(entry.routed for entry in self.entries),
+            "fallback": sum(entry.fallback for entry in self.entries),
             "per_replica": {name: served[address] for address, name in self.names.items()},
             "completion_s": percentiles([answer.completion_s for answer in whole]),
             "ttft_s": percentiles([answer.ttft_s for answer in whole if answer.ttft_s]),
@@ -40,13 +39,13 @@ class Run:
     @property
     def added_ms(self) -> _Percentiles:
         """Percentiles of the requests' wait for the router in milliseconds, from Envoy's log."""
-        waits = [entry.access.added_ms for entry in self._known() if entry.access]
+        waits = [entry.access.added_ms for entry in self.entries]
         return percentiles([wait for wait in waits if wait is not None])
 
     @property
     def predicted_error_median(self) -> float | None:
         """Median relative error of the predicted completion times; 0.1: off by 10%."""
-        decisions = {entry.request_id: entry.decision for entry in self._known()}
+        decisions = {entry.access.request_id: entry.decision for entry in self.entries}
         errors = [
             abs(predicted / answer.completion_s - 1.0)
             for answer in self.answers
@@ -68,10 +67,6 @@ class Run:
         if routed < sent:
             return f"under {policy}, {sent - routed} of {sent} requests were not routed"
         return ""
-
-    def _known(self) -> list[Entry]:
-        found = (self.entries.get(answer.request_id) for answer in self.answers)
-        return [entry for entry in found if entry is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +133,8 @@ class Report:
 
 def percentiles(values: list[float]) -> _Percentiles:
     """``p50`` and ``p99``; both None without values."""
-    if not values:
-        return {"p50": None, "p99": None}
-    p50, p99 = np.percentile(values, (50, 99))
-    return {"p50": float(p50), "p99": float(p99)}
+    found = distribution(values) or {}
+    return {name: found.get(name) for name in ("p50", "p99")}
 
 
 def _seconds(value: float | None) -> str:

@@ -10,13 +10,13 @@ from prometheus_client.samples import Sample
 _TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 
-async def get_text(url: str) -> str:
-    """Return the text at a URL; empty after an error or a status other than 200."""
+async def get_text(url: str) -> str | None:
+    """Return the text at a URL; None after an error or a status other than 200."""
     try:
         async with aiohttp.ClientSession(timeout=_TIMEOUT) as session, session.get(url) as response:
-            return await response.text() if response.status == 200 else ""
+            return await response.text() if response.status == 200 else None
     except (aiohttp.ClientError, TimeoutError):
-        return ""
+        return None
 
 
 async def get_json(url: str) -> Any:

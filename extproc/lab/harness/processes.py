@@ -15,7 +15,7 @@ from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Self
 
-import aiohttp
+from extproc.lab.harness.pages import get_text
 
 Check = Callable[[], Awaitable[bool]]  # returns True once a process is ready to serve
 
@@ -188,14 +188,9 @@ def listening(port: int, host: str = _HOST) -> Check:
 
 def answers(url: str) -> Check:
     """Return a check that ``url`` answers with status 200."""
-    timeout = aiohttp.ClientTimeout(total=1.0)
 
     async def check() -> bool:
-        try:
-            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as page:
-                return page.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            return False
+        return await get_text(url) is not None
 
     return check
 

@@ -129,16 +129,9 @@ class Stack:
     def router_command(self) -> str:
         return shlex.join(self._service("router"))
 
-    def look_command(self, command: str) -> str:
-        """Command line of ``extproc top`` or ``extproc explain`` for the first router."""
-        router = self.address("router-admin")
-        return shlex.join(self._command("extproc", command, "--router", router))
-
-    @property
-    def replicas_command(self) -> str:
-        """Command line of ``extproc replicas list``."""
-        config = "--config", self.config_file
-        return shlex.join(self._command("extproc", "replicas", "list", *config))
+    def command(self, *words: str | Path) -> str:
+        """Command line of ``extproc`` with these arguments."""
+        return shlex.join(self._command("extproc", *words))
 
     def admin(self, name: str) -> str:
         return self._url(f"{name}-admin")
@@ -294,7 +287,7 @@ class Stack:
         return True
 
     async def _envoy_uses_routers(self) -> bool:
-        members = await get_text(f"{self.envoy_admin}/clusters")
+        members = await get_text(f"{self.envoy_admin}/clusters") or ""
         return all(
             f"::{self.address(router)}::health_flags::healthy" in members for router in self.routers
         )

@@ -40,12 +40,9 @@ class Difference:
 
     before: float
     after: float
+    seconds: float  # `after` − `before`
     low: float
     high: float  # `low` to `high`: interval of the difference with 90% confidence
-
-    @property
-    def seconds(self) -> float:
-        return self.after - self.before
 
 
 def counted(scene: Scene, kind: str = "completion_s") -> Indices:
@@ -129,7 +126,7 @@ def differences(
         partial = [_figures(changed[:, rest]) - _figures(without[:, rest]) for rest in remaining]
         squares = np.square(np.array(partial) - difference).sum(axis=0)
         bound = _STUDENT * np.sqrt(squares * (_PARTS - 1) / _PARTS)
-        rows = np.transpose([*figures, difference - bound, difference + bound]).tolist()
+        rows = np.transpose([*figures, difference, difference - bound, difference + bound]).tolist()
         found[kind] = {name: Difference(*row) for name, row in zip(FIGURES, rows, strict=True)}
     return found
 

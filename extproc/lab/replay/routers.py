@@ -54,11 +54,11 @@ class Served:
     response_visible: bool  # the router reads the response's chunks
     replica: str  # serves the request; after a retry the second choice
     sent: float  # time of the dispatch
+    ticket: Ticket = field(init=False)  # in the ledger of its router
     counted: bool = False  # its chunks count against the router's budget
     sequences: list[EngineSequence] = field(default_factory=list)  # on the replica
     frontend: float = 0.0  # seconds on the replica outside the engine's steps
     answered: bool = False  # outcome reported to the router; no retry after that
-    retried: bool = False
     first_token: float | None = None
     finished: float | None = None  # time of the complete answer; None: unfinished or failed
 
@@ -128,13 +128,11 @@ class RouterNode:
         self.fleet = self.router.fleet
         self._chunks = Budget(config.serve.chunks_per_s, CHUNKS_SAVED_S)
         self._clock = clock
-        self._tickets: dict[int, Ticket] = {}
 
     def sent(self, served: Served) -> None:
         """Enter a dispatched request into the ledger, and decide whether to read its stream."""
         decision, profile = served.decision, served.profile
-        ticket = self.fleet.dispatch(decision.replica, profile, decision.cached)
-        self._tickets[served.number] = ticket
+        served.ticket = self.fleet.dispatch(decision.replica, profile, decision.cached)
         self.fleet.sessions.record(profile.session, decision.replica)
         if profile.stream:
             chunks = decision.prediction.output_tokens
@@ -145,7 +143,7 @@ class RouterNode:
     def retried(self, served: Served) -> None:
         """Move a request from the first choice, which failed, to the replica that answers."""
         self.fleet.eligibility.failed(served.decision.replica)
-        self.fleet.move(self._tickets[served.number], served.replica, served.profile.prefix)
+        self.fleet.move(served.ticket, served.replica, served.profile.prefix)
 
     def answered(self, served: Served) -> None:
         self.fleet.eligibility.succeeded(served.replica)
@@ -155,7 +153,7 @@ class RouterNode:
 
     def first_token(self, served: Served) -> None:
         if served.response_visible:
-            self.fleet.first_token(self._tickets[served.number])
+            self.fleet.first_token(served.ticket)
             forecast = served.decision.forecast()
             ttft = self._clock() - served.sent + served.frontend
             self.router.learn_first_token(forecast, served.replica, ttft)
@@ -165,7 +163,7 @@ class RouterNode:
         tokens, streamed = served.sequence.output_tokens, served.profile.stream
         if served.counted:
             self._chunks.spend(tokens - served.decision.prediction.output_tokens)
-        ended = self.fleet.release(self._tickets.pop(served.number), served.prefill_seen)
+        ended = self.fleet.release(served.ticket, served.prefill_seen)
         forecast, replica = served.decision.forecast(), served.replica
         if served.finished is None:
             return

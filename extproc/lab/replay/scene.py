@@ -116,17 +116,14 @@ def scene_of(recorded: Recorded) -> Scene:
         ValueError: a part of the record cannot be replayed.
     """
     began = recorded.start.at
-    try:
-        # A simulated step gives a sequence one token, so output lengths are converted to steps.
-        per_step = {
-            name: fmean(line.tokens_per_step for line in lines if line.state is not None)
-            for name, lines in recorded.replicas.items()
-        }
-        lines = sorted(recorded.requests + recorded.refused, key=attrgetter("at"))
-        requests = list(_requests(lines, began, per_step))
-        replicas = {name: _replica(lines, began) for name, lines in recorded.replicas.items()}
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"the record has an invalid line: {error}") from None
+    # A simulated step gives a sequence one token, so output lengths are converted to steps.
+    per_step = {
+        name: fmean(line.tokens_per_step for line in lines if line.state is not None)
+        for name, lines in recorded.replicas.items()
+    }
+    lines = sorted(recorded.requests + recorded.refused, key=attrgetter("at"))
+    requests = list(_requests(lines, began, per_step))
+    replicas = {name: _replica(lines, began) for name, lines in recorded.replicas.items()}
     lasts_s = max(line.at + line.seconds for line in recorded.requests) - began
     return Scene(Config.model_validate(recorded.start.config), replicas, requests, lasts_s)
 

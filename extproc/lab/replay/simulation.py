@@ -3,8 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
-from itertools import chain, count
-from math import inf
+from functools import partial
+from heapq import merge
+from itertools import accumulate, chain, count, repeat
 from operator import attrgetter, itemgetter
 
 from extproc.lab.replay import Traced
@@ -48,15 +49,18 @@ class Simulation(ABC):
         self._pollers = pollers
         self._routers = routers
         self._poll_s = poll_s
-        self._poll_at = 0.0
         self._queueing = queueing
-        self._events = sorted(events, key=itemgetter(0))[::-1]
-        self._numbers = count(1)  # of requests
+        self._events = sorted(events, key=itemgetter(0))
+        self._arrived = 0  # requests that have arrived
         self._open: dict[int, Served] = {}  # dispatched requests, by number
         self._requests: dict[int, Served] = {}  # by sequence id
         self._ids = count(1)  # of sequences
         self._sweep_at = 0.0
-        self._queued = 0  # requests that wait at the routers
+
+    @property
+    def _queued(self) -> int:
+        """Requests that wait at the routers."""
+        return sum(len(node.queue) for node in self._routers.nodes)
 
     @abstractmethod
     def _arrival(self, number: int, traced: Traced) -> Arrival:
@@ -69,21 +73,18 @@ class Simulation(ABC):
             ValueError: requests have not ended two hours after the last arrival.
         """
         last = trace[-1].at if trace else 0.0
-        arrivals = iter(trace)
-        upcoming = next(arrivals, None)
-        while upcoming is not None or self._open or self._queued:
-            arrives_at = upcoming.at if upcoming is not None else inf
-            event_at = self._events[-1][0] if self._events else inf
-            now = min(arrives_at, event_at, self._poll_at)
+        last_event = self._events[-1][0] if self._events else 0.0
+        polls: Iterator[Event] = zip(
+            accumulate(repeat(self._poll_s), initial=0.0), repeat(self._poll)
+        )
+        arrivals: Iterator[Event] = ((traced.at, partial(self._arrive, traced)) for traced in trace)
+        # At equal times, events come before polls, and polls before arrivals.
+        for now, act in merge(self._events, polls, arrivals, key=itemgetter(0)):
+            if self._arrived == len(trace) and not (self._open or self._queued):
+                return
             yield from self._advance(now)
-            if now == event_at:
-                self._events.pop()[1]()
-            elif now == self._poll_at:
-                self._poll()
-            elif upcoming is not None:
-                self._arrive(upcoming)
-                upcoming = next(arrivals, None)
-            if upcoming is None:
+            act()
+            if self._arrived == len(trace) and now >= last_event:
                 self._give_up_on_hung()
             if now > last + _LONGEST_DRAIN:
                 raise ValueError(
@@ -93,7 +94,8 @@ class Simulation(ABC):
                 )
 
     def _arrive(self, traced: Traced) -> None:
-        arrival = self._arrival(next(self._numbers), traced)
+        self._arrived += 1
+        arrival = self._arrival(self._arrived, traced)
         decision = self._routers.decide(arrival)
         if decision and self._queueing and not self._routers.owner(arrival).queue.admit(decision):
             self._enqueue(arrival, decision)
@@ -102,18 +104,14 @@ class Simulation(ABC):
 
     def _enqueue(self, arrival: Arrival, decision: Decision) -> None:
         node, profile, now = self._routers.owner(arrival), decision.profile, self.clock()
-        self._queued += 1
 
         def decide(place: Place) -> Decision | None:
             return node.router.decide(profile, place=place)
 
         def resolve(outcome: Decision | Exception | None) -> None:
-            self._queued -= 1
-            if isinstance(outcome, Refusal):
-                outcome = None
-            elif isinstance(outcome, Exception):
+            if isinstance(outcome, Exception) and not isinstance(outcome, Refusal):
                 raise outcome
-            self._dispatch(arrival, outcome)
+            self._dispatch(arrival, outcome if isinstance(outcome, Decision) else None)
 
         node.queue.enter(Waiting(profile, decision, now, decide, resolve))
 
@@ -149,10 +147,9 @@ class Simulation(ABC):
     def _retry(self, served: Served) -> None:
         """Retries a request on its second choice; fails a request that was answered or retried."""
         second = served.decision.second
-        if served.answered or served.retried or second is None:
+        if served.answered or second is None or second == served.replica:
             self._fail(served)
             return
-        served.retried = True
         served.replica = second
         served.first_token = None
         self._send(served)
@@ -173,8 +170,8 @@ class Simulation(ABC):
         self._routers.notify(served, RouterNode.answered if ok else RouterNode.failed)
 
     def _give_up_on_hung(self) -> None:
-        """Fails all requests in flight if each is on a replica that hangs for good."""
-        if not self._events and all(self.machines[s.replica].hung for s in self._open.values()):
+        """Fails all requests in flight if each is on a replica that hangs."""
+        if all(self.machines[served.replica].hung for served in self._open.values()):
             for served in list(self._open.values()):
                 self._fail(served)
 
@@ -226,4 +223,3 @@ class Simulation(ABC):
             state = poller.poll(self.clock())
             if state is not None:
                 self._routers.publish(state)
-        self._poll_at += self._poll_s

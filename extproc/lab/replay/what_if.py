@@ -99,14 +99,7 @@ class ChangeEffect:
     unserved: tuple[float, float]  # share of requests that no replica serves: unchanged, changed
 
     def to_json(self) -> dict[str, Any]:
-        differences = {
-            kind: {
-                name: asdict(difference) | {"seconds": difference.seconds}
-                for name, difference in figures.items()
-            }
-            for kind, figures in self.differences.items()
-        }
-        return asdict(self) | {"differences": differences}
+        return asdict(self)
 
     def __str__(self) -> str:
         columns = [Column("seconds", left=True), *_COLUMNS]

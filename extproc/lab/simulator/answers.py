@@ -1,11 +1,13 @@
 """Answers of the endpoints that generate text, whole or streamed, and stored responses."""
 
 import asyncio
-import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import count
 from typing import Any, ClassVar
+
+from msgspec.json import encode
 
 from extproc.lab.simulator import tokens
 from extproc.lab.simulator.bodies import (
@@ -74,22 +76,15 @@ class Reply(ABC):
         """Return the answer to a request that wants no stream."""
 
 
-class ChoicesReply(Reply):
-    """Answer with OpenAI's list of ``choices``."""
+class CompletionReply(Reply):
+    """Answer of ``/v1/completions``."""
 
-    object: ClassVar[str]
-    chunk_object: ClassVar[str]
-    piece: ClassVar[bytes]  # JSON field of a token's text in a chunk
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._chunk_head = self._chunk()[: -len(b"}\n\n")]
+    id_prefix = "cmpl-"
+    object = chunk_object = "text_completion"
 
     def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
-        finish = b'"%b"' % reason.encode() if reason else b"null"
-        choice = index, self.piece % text.encode(), finish
-        end = b',"choices":[{"index":%d,%b,"logprobs":null,"finish_reason":%b}]}\n\n' % choice
-        return self._chunk_head + end
+        end = {"logprobs": None, "finish_reason": reason}
+        return self._chunk(choices=[{"index": index, **self._delta(text), **end}])
 
     def closing(self, generation: Generation, include_usage: bool) -> bytes:
         usage = self._chunk(choices=[], usage=self._usage(generation.usage()))
@@ -104,11 +99,14 @@ class ChoicesReply(Reply):
         usage = self._usage(generation.usage())
         return {**self._frame(self.object), "choices": choices, "usage": usage}
 
-    @abstractmethod
-    def _text(self, text: str) -> dict[str, Any]: ...
+    def _text(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"text": text}
 
     def _chunk(self, **fields: Any) -> bytes:
-        return b"data: %b\n\n" % compact({**self._frame(self.chunk_object), **fields})
+        return b"data: %b\n\n" % encode({**self._frame(self.chunk_object), **fields})
 
     def _frame(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -123,13 +121,12 @@ class ChoicesReply(Reply):
         }
 
 
-class ChatReply(ChoicesReply):
-    """Answer of ``/v1/chat/completions``."""
+class ChatReply(CompletionReply):
+    """Answer of ``/v1/chat/completions``: like a completion, with messages instead of texts."""
 
     id_prefix = "chatcmpl-"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    piece = b'"delta":{"content":"%b"}'
 
     def opening(self, sequences: int) -> bytes:
         delta = {"role": "assistant", "content": ""}
@@ -141,16 +138,8 @@ class ChatReply(ChoicesReply):
     def _text(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "tool_calls": []}}
 
-
-class CompletionReply(ChoicesReply):
-    """Answer of ``/v1/completions``."""
-
-    id_prefix = "cmpl-"
-    object = chunk_object = "text_completion"
-    piece = b'"text":"%b"'
-
-    def _text(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text}}
 
 
 class MessagesReply(Reply):
@@ -200,7 +189,7 @@ class ResponsesReply(Reply):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._number = -1
+        self._numbers = count()
         self._item = {"item_id": f"msg_{self.key}", "output_index": 0, "content_index": 0}
 
     def prelude(self) -> bytes:
@@ -252,8 +241,7 @@ class ResponsesReply(Reply):
         return {**head, **state, "output": [], **dict.fromkeys(absent), **tools}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        self._number += 1
-        return event(f"response.{kind}", sequence_number=self._number, **fields)
+        return event(f"response.{kind}", sequence_number=next(self._numbers), **fields)
 
     def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self._item["item_id"], "type": "message", "role": "assistant"}
@@ -264,14 +252,9 @@ def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
 
 
-def compact(value: object) -> bytes:
-    """Encode JSON without spaces."""
-    return json.dumps(value, separators=(",", ":")).encode()
-
-
 def event(kind: str, **fields: Any) -> bytes:
     """Encode a server-sent event whose name and field ``type`` are ``kind``."""
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), compact({"type": kind, **fields}))
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode({"type": kind, **fields}))
 
 
 GENERATING: dict[str, tuple[type[GenerateBody], type[Reply]]] = {

@@ -1,9 +1,9 @@
 """KV cache blocks with prefix caching, as in vLLM V1 (``vllm/v1/core/block_pool.py``)."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from hashlib import blake2b
-from itertools import islice
+from itertools import islice, takewhile
 
 
 class BlockPool:
@@ -20,7 +20,7 @@ class BlockPool:
         self.block_size = block_size
         self._blank = blocks
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self._users: dict[int, int] = {}
+        self._users = Counter[int]()  # blocks in use, with the number of their sequences
         self.evicted: Callable[[int], None] = lambda _: None  # called with each evicted hash
 
     @property
@@ -34,23 +34,15 @@ class BlockPool:
 
     def cached(self, hashes: Sequence[int], limit: int) -> int:
         """Count the leading blocks that are in the cache, at most ``limit``."""
-        hits = 0
-        for key in islice(hashes, limit):
-            if key not in self._users and key not in self._idle:
-                break
-            hits += 1
-        return hits
+        return sum(1 for _ in takewhile(self._has, islice(hashes, limit)))
 
     def idle(self, hashes: Iterable[int]) -> int:
         return sum(key in self._idle for key in hashes)
 
     def share(self, hashes: Iterable[int]) -> None:
         for key in hashes:
-            if key in self._users:
-                self._users[key] += 1
-            else:
-                del self._idle[key]
-                self._users[key] = 1
+            self._idle.pop(key, None)
+            self._users[key] += 1
 
     def take(self, count: int) -> None:
         """Take ``count`` free blocks, at most :attr:`free`."""
@@ -62,9 +54,8 @@ class BlockPool:
     def publish(self, hashes: Iterable[int]) -> list[int]:
         """Register taken blocks by their hashes, and return the hashes that are new. A block whose
         hash is already registered stays without a hash."""
-        unknown = (key for key in hashes if key not in self._users and key not in self._idle)
-        new = [*dict.fromkeys(unknown)]
-        self._users.update(dict.fromkeys(new, 1))
+        new = [*dict.fromkeys(key for key in hashes if not self._has(key))]
+        self._users.update(new)
         return new
 
     def clear(self) -> None:
@@ -83,6 +74,9 @@ class BlockPool:
                 self._idle[key] = None
             else:
                 self._users[key] -= 1
+
+    def _has(self, key: int) -> bool:
+        return key in self._users or key in self._idle
 
 
 def chain_hashes(content: bytes, block_bytes: int, seed: bytes = b"") -> list[int]:

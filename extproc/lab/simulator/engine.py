@@ -1,7 +1,6 @@
 """Scheduler of vLLM V1 without a model: the sequences of each step, and the step's duration."""
 
-import heapq
-from bisect import bisect_right, insort
+from bisect import insort
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
@@ -35,12 +34,7 @@ class Engine:
     ones. If the adapter of a waiting sequence finds no slot, the sequences behind it may be
     admitted before it.
 
-    Simulating a decoding step takes the same time for any number of sequences: the engine keeps the
-    sum of KV tokens, how many sequences need a block in each of the next steps, and the last step
-    of each sequence. Speculative decoding takes longer, because each sequence draws random numbers.
     If no block is left for a draft, the draft is shortened; vLLM would preempt.
-
-    Single steps (:meth:`schedule`, then :meth:`complete`) and :meth:`advance` have equal results.
     """
 
     def __init__(
@@ -106,9 +100,6 @@ class Engine:
         self._deferred = 0  # waiting sequences whose adapter found no slot in the last step
         self._prefilling: dict[int, Sequence] = {}
         self._decoding: dict[int, Sequence] = {}
-        self._kv = 0  # tokens of the decoding sequences in the KV cache
-        self._needing = [0] * block_size  # sequences that need a block, by step % block_size
-        self._ends: list[tuple[int, int, Sequence]] = []  # heap by last step; some are outdated
 
     @property
     def running(self) -> int:
@@ -138,11 +129,6 @@ class Engine:
         """Sequences whose prompt is not computed yet: first those in prefill, then those that
         wait."""
         return chain(self._prefilling.values(), self._waiting)
-
-    def generated(self, sequence: Sequence) -> int:
-        if sequence.id in self._decoding:
-            return sequence.output_tokens - (sequence.last_step - self.steps)
-        return sequence.generated
 
     def add(self, sequence: Sequence, now: float) -> None:
         """Queue a sequence for the next step. The caller must first advance the engine to ``now``.
@@ -195,57 +181,13 @@ class Engine:
         """Begin a step at ``now``; return None if no sequence can run. Call :meth:`complete` before
         the next step."""
         self._now = now
-        return self._begin(now)
-
-    def complete(self) -> StepOutcome:
-        """End the step in progress: count its tokens, free the blocks of finished sequences."""
-        step = self.step
-        assert step is not None, "no step is in progress"
-        self.step = None
-        self._now = step.ends_at
-        decoded = list(self._decoding.values())
-        self.steps += step.steps
-        self._kv += step.steps * len(decoded)
-        accepted = self._accept(decoded, self.speculation) if self.speculation else {}
-        finished = list(self._finish_decoded(step.ends_at))
-        prefilled = []
-        for sequence, chunk in step.chunks:
-            if sequence.id in self._prefilling:
-                sequence.computed += chunk
-                if sequence.computed == sequence.context:
-                    prefilled.append(sequence)
-        for sequence in prefilled:
-            self._end_prefill(sequence, step.ends_at)
-        finished += [sequence for sequence in prefilled if sequence.finished is not None]
-        first = [sequence for sequence in prefilled if sequence.first_token == step.ends_at]
-        outcome = StepOutcome(
-            step.ends_at, step.steps, decoded, accepted, prefilled, first, finished
-        )
-        self._count(outcome)
-        if decoded or prefilled or not self.freezing_gauges:
-            self._show(min(step.waiting, self.waiting))
-        return outcome
-
-    def advance(self, until: float) -> list[StepOutcome]:
-        """Run every step that ends by ``until``, many at once if they only decode.
-
-        A step that ends after ``until`` stays in progress; sequences added now wait for its end.
-        """
-        outcomes: list[StepOutcome] = []
-        while (step := self.step or self._begin(until)) and step.ends_at <= until:
-            outcomes.append(self.complete())
-        return outcomes
-
-    def _begin(self, until: float) -> Step | None:
-        """Begin the next step. If it only decodes, also include the following steps that only
-        decode and end by ``until``."""
         if self.sleep_level is not None:
             return None
         preempted = False
-        while self._decode_blocks() + self._chunk_blocks() > self.pool.free:
+        while (new_blocks := self._decode_blocks()) + self._chunk_blocks() > self.pool.free:
             self._preempt()
             preempted = True
-        self.pool.take(self._decode_blocks())
+        self.pool.take(new_blocks)
         chunks = [(sequence, self._chunk(sequence)) for sequence in self._prefilling.values()]
         for sequence, chunk in chunks:
             self._extend(sequence, chunk)
@@ -256,20 +198,58 @@ class Engine:
             load_s = 0.0
             if self.adapters and any(sequence.adapter for sequence, _ in chunks):
                 load_s = self.adapters.use(self._in_batch())
-            ends_at = self._now + load_s + self._step_time(chunks)
-            self.step = Step(self._now, ends_at, self.waiting, 1, chunks)
+            ends_at = now + load_s + self._step_time(chunks)
         elif self._decoding:
-            counts_attempts = self.old_counters and self.waiting > 0  # each step counts attempts
-            single = preempted or self._cold or self._drafted > 0 or counts_attempts
-            self.step = self._decode(until, single)
+            ends_at = self._end_of_decode_step()
+        else:
+            return None
+        self.step = Step(now, ends_at, self.waiting, chunks)
         return self.step
 
-    @property
-    def _cold(self) -> bool:
-        return self.steps < self._cold_steps
+    def complete(self) -> StepOutcome:
+        """End the step in progress: count its tokens, free the blocks of finished sequences."""
+        step = self.step
+        assert step is not None, "no step is in progress"
+        self.step = None
+        self._now = now = step.ends_at
+        self.steps += 1
+        decoded = list(self._decoding.values())
+        for sequence in decoded:
+            sequence.computed += 1
+            sequence.generated += 1
+        accepted = self._accept(decoded, self.speculation) if self.speculation else {}
+        chunks = [each for each in step.chunks if each[0].id in self._prefilling]  # not aborted
+        for sequence, chunk in chunks:
+            sequence.computed += chunk
+        prefilled = [sequence for sequence, _ in chunks if sequence.computed == sequence.context]
+        first = [sequence for sequence in prefilled if sequence.first_token is None]
+        for sequence in first:
+            sequence.first_token = now
+        for sequence in prefilled:
+            sequence.generated += sequence.output_tokens > 0
+            self._decoding[sequence.id] = self._prefilling.pop(sequence.id)
+        finished = [each for each in (*decoded, *prefilled) if each.generated == each.output_tokens]
+        for sequence in finished:
+            self._stop(sequence)
+            sequence.finished = now
+        outcome = StepOutcome(now, decoded, accepted, prefilled, first, finished)
+        self._count(outcome)
+        if decoded or prefilled or not self.freezing_gauges:
+            self._show(min(step.waiting, self.waiting))
+        return outcome
+
+    def advance(self, until: float) -> list[StepOutcome]:
+        """Run every step that ends by ``until``. A step that ends after ``until`` stays in
+        progress; sequences added now wait for its end."""
+        outcomes: list[StepOutcome] = []
+        while (step := self.step or self.schedule(self._now)) and step.ends_at <= until:
+            outcomes.append(self.complete())
+        return outcomes
 
     def _decode_blocks(self) -> int:
-        return self._needing[self.steps % self.pool.block_size]
+        """Blocks for the next token of each decoding sequence."""
+        size = self.pool.block_size
+        return sum(sequence.computed % size == 0 for sequence in self._decoding.values())
 
     def _chunk_blocks(self) -> int:
         sequences = self._prefilling.values()
@@ -298,12 +278,10 @@ class Engine:
     def _name_blocks(self, sequence: Sequence) -> None:
         """Give each full block without a hash a hash of its own. After its preemption, the sequence
         finds those blocks again that no other sequence has taken."""
-        decodes, size = sequence.id in self._decoding, self.pool.block_size
-        computed = sequence.offset + self.steps if decodes else sequence.computed
-        known = len(sequence.hashes)
-        own = [~(sequence.id << 32 | block) for block in range(known, computed // size)]
+        known, size = len(sequence.hashes), self.pool.block_size
+        own = [~(sequence.id << 32 | block) for block in range(known, sequence.computed // size)]
         sequence.hashes = [*sequence.hashes, *own]
-        self._publish(sequence, known * size, computed)
+        self._publish(sequence, known * size, sequence.computed)
 
     def _admit_waiting(self, chunks: list[tuple[Sequence, int]]) -> None:
         """Admit waiting sequences in order, within token budget, max_num_seqs and free blocks."""
@@ -382,56 +360,23 @@ class Engine:
         """Seconds of a step that prefills ``chunks`` and decodes the other sequences. A drafted
         token costs as much as a prefilled token."""
         prefill = sum(chunk for _, chunk in chunks) + self._drafted * len(self._decoding)
+        decoded = sum(sequence.computed for sequence in self._decoding.values())
         context = sum(sequence.computed for sequence, _ in chunks)
         # Each token of a chunk attends to the computed tokens and, on average, half the chunk.
         attention = sum(chunk * (sequence.computed + chunk / 2) for sequence, chunk in chunks)
-        attention += self._drafted * self._kv
-        time = self.step_model.step_time(prefill, self.running, self._kv + context, attention)
-        return time * COLD if self._cold else time
+        attention += self._drafted * decoded
+        time = self.step_model.step_time(prefill, self.running, decoded + context, attention)
+        return time * COLD if self.steps < self._cold_steps else time
 
-    def _decode(self, until: float, single: bool) -> Step:
-        """Begin a step that only decodes; unless ``single``, also include the next steps until a
-        sequence ends or blocks run out. Until then no waiting sequence can be admitted."""
+    def _end_of_decode_step(self) -> float:
+        """Time at which a step that only decodes ends."""
         planned = self._decode_steps
         warmed_up = self.steps <= self._cold_steps
         if planned is None or warmed_up or planned.end(self.steps - 1) != self._now:
-            batch = len(self._decoding)
-            time = self._step_time([])
-            planned = DecodeSteps(self._now, self.steps, time, self.step_model.c_kv * batch)
+            growth = self.step_model.c_kv * len(self._decoding)
+            planned = DecodeSteps(self._now, self.steps, self._step_time([]), growth)
             self._decode_steps = planned
-        last = self.steps
-        if not single and planned.end(last) < until:
-            # The steps until a sequence ends, except those that end after `until`.
-            following = range(last + 1, self._last_end())
-            last += bisect_right(following, until, key=planned.end)
-        more = self._take_blocks_ahead(last - self.steps)
-        return Step(self._now, planned.end(self.steps + more), self.waiting, 1 + more)
-
-    def _last_end(self) -> int:
-        while self._ends:
-            step, _, sequence = self._ends[0]
-            if sequence.id in self._decoding and sequence.last_step == step:
-                return step
-            heapq.heappop(self._ends)
-        raise AssertionError("no sequence decodes")
-
-    def _take_blocks_ahead(self, steps: int) -> int:
-        """Take free blocks in advance, for at most ``steps`` steps after the next step;
-        return the number of steps for which the blocks suffice."""
-        if steps == 0:
-            return 0
-        size, free = self.pool.block_size, self.pool.free
-        # In block_size steps every sequence needs one block.
-        cycles = min(steps // size, free // len(self._decoding))
-        taken, ahead = cycles * len(self._decoding), cycles * size
-        while ahead < steps:
-            needed = self._needing[(self.steps + 1 + ahead) % size]
-            if taken + needed > free:
-                break
-            taken += needed
-            ahead += 1
-        self.pool.take(taken)
-        return ahead
+        return planned.end(self.steps)
 
     def _accept(self, decoded: list[Sequence], speculation: Speculation) -> dict[int, int]:
         """Give decoding sequences the drafted tokens that are accepted; return the number of these
@@ -440,71 +385,30 @@ class Engine:
         counters.drafts += len(decoded)
         counters.draft_tokens += len(decoded) * speculation.tokens
         for sequence in decoded:
-            tokens = sequence.offset + self.steps
-            room = (pool.blocks_for(tokens) + pool.free) * pool.block_size - tokens
+            blocks = pool.blocks_for(sequence.computed)
+            room = (blocks + pool.free) * pool.block_size - sequence.computed
             accepted = min(speculation.accepted(), room)
             counters.accepted_tokens += accepted
-            if tokens := min(accepted, sequence.last_step - self.steps):
-                self._skip(sequence, tokens)
+            if tokens := min(accepted, sequence.output_tokens - sequence.generated):
+                sequence.computed += tokens
+                sequence.generated += tokens
+                pool.take(pool.blocks_for(sequence.computed) - blocks)
                 gained[sequence.id] = tokens
+                self._decode_steps = None
         return gained
-
-    def _skip(self, sequence: Sequence, tokens: int) -> None:
-        """Give a decoding sequence ``tokens`` tokens in addition to the token of this step."""
-        before, pool = sequence.offset + self.steps, self.pool
-        pool.take(pool.blocks_for(before + tokens) - pool.blocks_for(before))
-        self._needing[-sequence.offset % pool.block_size] -= 1
-        sequence.offset += tokens
-        self._needing[-sequence.offset % pool.block_size] += 1
-        sequence.last_step -= tokens
-        heapq.heappush(self._ends, (sequence.last_step, sequence.id, sequence))
-        self._kv += tokens
-        self._decode_steps = None
-
-    def _finish_decoded(self, now: float) -> Iterator[Sequence]:
-        while self._decoding and self._last_end() <= self.steps:
-            _, _, sequence = heapq.heappop(self._ends)
-            self._finish(sequence, now)
-            yield sequence
-
-    def _end_prefill(self, sequence: Sequence, now: float) -> None:
-        if sequence.first_token is None:
-            sequence.first_token = now
-        sequence.generated += sequence.output_tokens > 0
-        if sequence.generated == sequence.output_tokens:
-            self._finish(sequence, now)
-        else:
-            self._start_decoding(sequence)
-
-    def _start_decoding(self, sequence: Sequence) -> None:
-        del self._prefilling[sequence.id]
-        self._decoding[sequence.id] = sequence
-        sequence.offset = sequence.computed - self.steps
-        sequence.last_step = self.steps + sequence.output_tokens - sequence.generated
-        heapq.heappush(self._ends, (sequence.last_step, sequence.id, sequence))
-        self._needing[-sequence.offset % self.pool.block_size] += 1
-        self._kv += sequence.computed
-        self._decode_steps = None
 
     def _stop(self, sequence: Sequence) -> None:
         if self._prefilling.pop(sequence.id, None) is None:
-            self._stop_decoding(sequence)
+            del self._decoding[sequence.id]
+            self._decode_steps = None
+            # The step in progress has taken the block of the sequence's next token, if needed.
+            sequence.blocks = self.pool.blocks_for(sequence.computed + (self.step is not None))
+            self._publish(sequence, sequence.prompt_tokens, sequence.computed)
         if self.adapters and sequence.adapter:
             self.adapters.use([sequence.adapter])
         self.pool.release(sequence.blocks - len(sequence.held), sequence.held)
         sequence.held = []
         sequence.blocks = sequence.computed = 0
-
-    def _stop_decoding(self, sequence: Sequence) -> None:
-        sequence.generated = self.generated(sequence)
-        del self._decoding[sequence.id]
-        tokens = sequence.offset + self.steps
-        self._kv -= tokens
-        self._needing[-sequence.offset % self.pool.block_size] -= 1
-        self._decode_steps = None
-        # The step in progress has taken the block of the sequence's next token, if needed.
-        sequence.blocks = self.pool.blocks_for(tokens + (self.step is not None))
-        self._publish(sequence, sequence.prompt_tokens, tokens)
 
     def _count(self, outcome: StepOutcome) -> None:
         counters, first = self.counters, outcome.first
@@ -515,21 +419,17 @@ class Engine:
         cached = sum(sequence.cached_tokens for sequence in first)
         tokens = len(outcome.decoded) + sum(outcome.accepted.values())
         tokens += sum(sequence.output_tokens > 0 for sequence in outcome.prefilled)
+        counters.finished.update(sequence.reason for sequence in outcome.finished)
         counters.first_tokens += len(first)
         counters.prompt_tokens += prompt_tokens
         counters.cached_tokens += cached
-        counters.generated_tokens += tokens + (outcome.steps - 1) * len(outcome.decoded)
-        counters.iteration_tokens.observe(tokens + prompt_tokens - cached, outcome.steps)
+        counters.generated_tokens += tokens
+        counters.iteration_tokens.observe(tokens + prompt_tokens - cached)
 
     def _show(self, waiting: int) -> None:
         used = _adapters_of(self._decoding.values()) if self.adapters else ()
         deferred = min(self._deferred, waiting)
         self.gauges = Gauges(self.running, waiting, self.kv_usage, deferred, used)
-
-    def _finish(self, sequence: Sequence, now: float) -> None:
-        self._stop(sequence)
-        sequence.finished = now
-        self.counters.finished[sequence.reason] += 1
 
 
 def _rank(sequence: Sequence) -> tuple[int, float, int]:

@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 
 from extproc.ground.address import join_address
+from extproc.ground.runtime import started
 from extproc.lab.simulator import tokens
 from extproc.lab.simulator.steps import Sequence
 
@@ -24,8 +25,7 @@ class BlockEvents:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._events: list[dict[str, Any]] = []
-        self._added = asyncio.Event()
+        self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 
     def stored(self, sequence: Sequence, first: int, hashes: Items[int]) -> None:
         """Add events for the blocks with these hashes, one for each run of consecutive blocks."""
@@ -33,18 +33,20 @@ class BlockEvents:
         for is_new, run in groupby(range(first, end), lambda at: sequence.hashes[at] in new):
             if is_new:
                 blocks = [*run]
-                self._add(self._stored(sequence, blocks[0], blocks[-1]))
+                self._events.put_nowait(self._stored(sequence, blocks[0], blocks[-1]))
 
     def removed(self, hash_: int) -> None:
-        self._add({"type": "BlockRemoved", "block_hashes": [hash_], "medium": _MEDIUM})
+        event = {"type": "BlockRemoved", "block_hashes": [hash_], "medium": _MEDIUM}
+        self._events.put_nowait(event)
 
     def cleared(self) -> None:
-        self._add({"type": "AllBlocksCleared"})
+        self._events.put_nowait({"type": "AllBlocksCleared"})
 
     async def take(self) -> list[dict[str, Any]]:
-        await self._added.wait()
-        self._added.clear()
-        taken, self._events = self._events, []
+        """Wait for an event, and return all events that are queued then."""
+        taken = [await self._events.get()]
+        while not self._events.empty():
+            taken.append(self._events.get_nowait())
         return taken
 
     def _stored(self, sequence: Sequence, first: int, last: int) -> dict[str, Any]:
@@ -60,10 +62,6 @@ class BlockEvents:
             "medium": _MEDIUM,
             "lora_name": sequence.adapter or None,
         }
-
-    def _add(self, event: dict[str, Any]) -> None:
-        self._events.append(event)
-        self._added.set()
 
 
 _BUFFERED_BATCHES = 10_000  # last batches for replays: the default of vLLM's `buffer_steps`
@@ -85,10 +83,8 @@ async def publishing(
         _listening(context, zmq.PUB, host, port) as publisher,
         _listening(context, zmq.ROUTER, host, replay_port) as replays,
     ):
-        work = asyncio.gather(_publish(events, publisher, buffered), _replay(replays, buffered))
-        yield
-        work.cancel()
-        await asyncio.wait([work])
+        async with started(_publish(events, publisher, buffered), _replay(replays, buffered)):
+            yield
 
 
 def _listening(context: zmq.asyncio.Context, kind: int, host: str, port: int) -> zmq.asyncio.Socket:

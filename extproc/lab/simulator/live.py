@@ -8,7 +8,7 @@ from itertools import count
 from math import ceil
 from typing import Any, NamedTuple, NoReturn
 
-from extproc.ground.clock import Clock
+from extproc.ground.clock import monotonic
 from extproc.lab.simulator import tokens
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.metrics import Metrics
@@ -85,7 +85,6 @@ class Generation:
         self.answers = answers
         self.choices = choices
         self._streamed = streamed
-        self._generated = [0] * len(answers)
         self._left = len(answers)
         self._tokens: list[Token] = []
         self._changed = asyncio.Event()
@@ -122,14 +121,13 @@ class Generation:
         await self._changed.wait()
 
     def add_tokens(self, index: int, count: int) -> None:
-        """Add ``count`` tokens to answer ``index``; a stream sends them together."""
+        """Add the last ``count`` tokens of answer ``index``; a stream sends them together."""
         if self._streamed:
-            answer = self.answers[index]
-            reason = answer.sequence.reason if answer.sequence.finished is not None else None
-            text = tokens.generated_text(answer.start + self._generated[index], count)
+            answer, sequence = self.answers[index], self.answers[index].sequence
+            reason = sequence.reason if sequence.finished is not None else None
+            text = tokens.generated_text(answer.start + sequence.generated - count, count)
             self._tokens.append(Token(index, text, reason))
             self._changed.set()
-        self._generated[index] += count
 
     def end(self) -> None:
         self._left -= 1
@@ -138,15 +136,12 @@ class Generation:
 
 
 class LiveEngine:
-    """Engine that :meth:`run` steps in real time, ``speed`` times as fast as the profile says."""
+    """Engine that :meth:`run` steps in real time."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, clock: Clock, speed: float) -> None:
+    def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self.engine = engine
-        self.speed = speed
         self.lateness = Lateness()
         self._metrics = metrics
-        self._clock = clock
-        self._started = clock()
         self._owners: dict[int, tuple[Generation, int]] = {}  # by sequence id
         self.ids = count(1)  # of sequences
         self._arrival = asyncio.Event()
@@ -154,14 +149,14 @@ class LiveEngine:
         self.working.set()
 
     def submit(self, generation: Generation) -> None:
-        now = self._now()
+        now = monotonic()
         for index, answer in enumerate(generation.answers):
             self.engine.add(answer.sequence, now)
             self._owners[answer.sequence.id] = (generation, index)
         self._arrival.set()
 
     def abort(self, generation: Generation) -> None:
-        now = self._now()
+        now = monotonic()
         for answer in generation.answers:
             if self._owners.pop(answer.sequence.id, None):
                 self.engine.abort(answer.sequence, now)
@@ -170,7 +165,7 @@ class LiveEngine:
         """Abort all requests, and begin no step until :meth:`wake`."""
         for generation, index in [*self._owners.values()]:
             sequence = generation.answers[index].sequence
-            self.engine.abort(sequence, self._now())
+            self.engine.abort(sequence, monotonic())
             generation.add_tokens(index, 0)
             self._end(sequence)
         self.engine.sleep(level)
@@ -192,22 +187,17 @@ class LiveEngine:
     async def run(self) -> NoReturn:
         """Run steps until cancelled. Each step begins when the step before was due to end, so that
         delays do not add up."""
-        now = self._now()
+        now = monotonic()
         while True:
-            step = self.engine.schedule(now)
-            if step is None:
+            while (step := self.engine.schedule(now)) is None:
                 self._arrival.clear()
                 await self._arrival.wait()
-                now = self._now()
-                continue
-            await asyncio.sleep(max(0.0, (step.ends_at - self._now()) / self.speed))
+                now = monotonic()
+            await asyncio.sleep(max(0.0, step.ends_at - monotonic()))
             await self.working.wait()
-            self._deliver(self.engine.complete(), (step.ends_at - step.starts_at) / self.speed)
-            self.lateness.delivered(max(self._now() - step.ends_at, 0.0) / self.speed)
-            now = max(step.ends_at, self._now() - MAX_LAG_S * self.speed)
-
-    def _now(self) -> float:
-        return (self._clock() - self._started) * self.speed
+            self._deliver(self.engine.complete(), step.ends_at - step.starts_at)
+            self.lateness.delivered(max(monotonic() - step.ends_at, 0.0))
+            now = max(step.ends_at, monotonic() - MAX_LAG_S)
 
     def _deliver(self, outcome: StepOutcome, duration: float) -> None:
         self._metrics.observe("inter_token_latency_seconds", duration, len(outcome.decoded))
@@ -216,10 +206,10 @@ class LiveEngine:
                 generation, index = self._owners[sequence.id]
                 generation.add_tokens(index, 1 + outcome.accepted.get(sequence.id, 0))
         for sequence in outcome.first:
-            self._metrics.first_token(sequence, self.speed)
+            self._metrics.first_token(sequence)
         for sequence in outcome.finished:
             answer = self._end(sequence)
-            self._metrics.sequence_finished(sequence, answer.bound, self.speed)
+            self._metrics.sequence_finished(sequence, answer.bound)
 
     def _end(self, sequence: Sequence) -> GeneratedAnswer:
         """End a sequence; the last one of a request adds the request's prompts to the metrics."""

@@ -58,18 +58,20 @@ class Metrics:
         self._labels = f'engine="0",{self._model}'
         self._started_at = wall()
         self.rejections = dict.fromkeys(LIMITS, 0)  # refused requests, by limit
-        self._histograms = {name: Histogram(bounds) for name, bounds in _HISTOGRAMS.items()}
+        self._histograms = {
+            "iteration_tokens_total": engine.counters.iteration_tokens,
+            **{name: Histogram(bounds) for name, bounds in _HISTOGRAMS.items()},
+        }
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
         self._histograms[name].observe(value, times)
 
-    def first_token(self, sequence: Sequence, speed: float) -> None:
-        """Count a first token; the times of ``sequence`` are ``speed`` times real seconds."""
+    def first_token(self, sequence: Sequence) -> None:
         arrived, first = _times(sequence.arrived, sequence.first_token)
-        self.observe("time_to_first_token_seconds", max(0.0, first - arrived) / speed)
+        self.observe("time_to_first_token_seconds", max(0.0, first - arrived))
 
-    def sequence_finished(self, sequence: Sequence, bound: int, speed: float) -> None:
-        """Count a sequence that was not aborted; its times are ``speed`` times real seconds.
+    def sequence_finished(self, sequence: Sequence, bound: int) -> None:
+        """Count a sequence that was not aborted.
 
         A late step counts as begun on time, but may admit requests that arrived after that time.
         Their negative waits count as 0.
@@ -77,16 +79,16 @@ class Metrics:
         arrived, admitted, first, finished = _times(
             sequence.arrived, sequence.admitted, sequence.first_token, sequence.finished
         )
-        decode = (finished - first) / speed
+        decode = finished - first
         values = {
             "request_prompt_tokens": sequence.prompt_tokens,
             "request_generation_tokens": sequence.generated,
             "request_num_preemptions": sequence.preemptions,
             "request_prefill_kv_computed_tokens": sequence.prompt_tokens - sequence.cached_tokens,
-            "e2e_request_latency_seconds": max(0.0, finished - arrived) / speed,
-            "request_queue_time_seconds": max(0.0, admitted - arrived) / speed,
-            "request_inference_time_seconds": (finished - admitted) / speed,
-            "request_prefill_time_seconds": (first - admitted) / speed,
+            "e2e_request_latency_seconds": max(0.0, finished - arrived),
+            "request_queue_time_seconds": max(0.0, admitted - arrived),
+            "request_inference_time_seconds": finished - admitted,
+            "request_prefill_time_seconds": first - admitted,
             "request_decode_time_seconds": decode,
         }
         if bound:
@@ -107,7 +109,6 @@ class Metrics:
                 yield f"# TYPE vllm:{name} {kind}"
                 for labels, value in series.items():
                     yield f"vllm:{name}{{{labels}}} {float(value)}"
-        yield from self._histogram("iteration_tokens_total", self._engine.counters.iteration_tokens)
         for name, histogram in self._histograms.items():
             yield from self._histogram(name, histogram)
 

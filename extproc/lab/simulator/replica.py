@@ -1,13 +1,12 @@
 """Simulated replica: a model on an engine, with the limits of vLLM."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from http import HTTPStatus
 from random import Random
 from typing import NoReturn
 from zlib import crc32
 
-from extproc.ground.clock import Clock, monotonic
 from extproc.lab.simulator import tokens
 from extproc.lab.simulator.blocks import chain_hashes
 from extproc.lab.simulator.bodies import Body, GenerateBody, RequestError
@@ -67,7 +66,7 @@ class ReplicaSettings:
 class Replica:
     """Model on an engine; turns requests into sequences of the engine."""
 
-    def __init__(self, settings: ReplicaSettings, clock: Clock = monotonic) -> None:
+    def __init__(self, settings: ReplicaSettings) -> None:
         """Create a replica; its engine runs with :meth:`LiveEngine.run`.
 
         Raises:
@@ -76,14 +75,12 @@ class Replica:
         """
         drafts, random = settings.draft_tokens, Random(settings.seed)
         speculation = Speculation(drafts, settings.acceptance, random) if drafts else None
-        adapters = (
-            LoadedAdapters(settings.max_loras, settings.adapter_load_s)
-            if settings.adapters
-            else None
-        )
+        profile = hardware_profile(settings.profile)
+        load_s = settings.adapter_load_s / settings.speed
+        adapters = LoadedAdapters(settings.max_loras, load_s) if settings.adapters else None
         self.settings = settings
         self.engine = Engine(
-            hardware_profile(settings.profile),
+            replace(profile, step=profile.step.slowed(1 / settings.speed)),
             settings.block_size,
             settings.kv_tokens,
             settings.max_num_seqs,
@@ -102,7 +99,7 @@ class Replica:
                 f"({self.engine.capacity} tokens): raise kv_tokens or lower max_model_len"
             )
         self.metrics = Metrics(self.engine, settings.model)
-        self.live = LiveEngine(self.engine, self.metrics, clock, settings.speed)
+        self.live = LiveEngine(self.engine, self.metrics)
 
     def check_model(self, model: str | None) -> None:
         if model and model != self.settings.model and model not in self.settings.adapters:

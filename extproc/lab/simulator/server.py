@@ -13,6 +13,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from extproc.ground.address import join_address
+from extproc.ground.runtime import started
 from extproc.lab.simulator import OUTPUT_TOKENS_HEADER, SERVED_BY_HEADER, bodies, tokens
 from extproc.lab.simulator.answers import GENERATING, Reply, ResponseStore, error_body
 from extproc.lab.simulator.bodies import Body, RequestError
@@ -109,10 +110,8 @@ class ReplicaServer:
         return app
 
     async def _engine(self, app: web.Application) -> AsyncIterator[None]:
-        self.engine = asyncio.create_task(self.replica.live.run())
-        yield
-        self.engine.cancel()
-        await asyncio.wait([self.engine])
+        async with started(self.replica.live.run()) as [self.engine]:
+            yield
 
     @web.middleware
     async def _fault(self, request: web.Request, handler: Handler) -> web.StreamResponse:

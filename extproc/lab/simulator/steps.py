@@ -56,16 +56,14 @@ class Sequence:
     admitted: float | None = None
     first_token: float | None = None  # end of the prefill
     finished: float | None = None
-    generated: int = 0  # outdated while the sequence decodes: see `Engine.generated`
+    generated: int = 0
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     preemptions: int = 0
 
-    # Set by the engine: `offset` and `last_step` while the sequence decodes, the others in prefill.
+    # Set by the engine:
     computed: int = 0  # tokens in KV cache
     held: list[int] = field(default_factory=list)  # hashes of blocks in use
-    blocks: int = 0  # number of blocks in use
-    offset: int = 0  # tokens in KV cache − engine steps
-    last_step: int = 0  # step that generates the last token
+    blocks: int = 0  # number of blocks in use; outdated while the sequence decodes
 
     @property
     def context(self) -> int:
@@ -76,11 +74,7 @@ class Sequence:
 @dataclass(frozen=True, slots=True)
 class DecodeSteps:
     """Consecutive steps of the same decoding sequences. Each step is longer than the step before,
-    because contexts grow.
-
-    All end times are computed from the start, so that they do not depend on how often the caller
-    advances the engine.
-    """
+    because contexts grow."""
 
     starts_at: float
     first_step: int
@@ -98,22 +92,20 @@ ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 163
 
 @dataclass(slots=True)
 class Step:
-    """Work in progress: a step, or several steps that only decode."""
+    """Step in progress."""
 
     starts_at: float
     ends_at: float
     waiting: int  # sequences that were not admitted
-    steps: int = 1
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # with their prompt tokens
+    chunks: list[tuple[Sequence, int]]  # with their prompt tokens
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """Results of a step, or of several steps that only decode."""
+    """Results of a step."""
 
     ends_at: float
-    steps: int
-    decoded: list[Sequence]  # generated a token in each step
+    decoded: list[Sequence]  # generated a token
     accepted: dict[int, int]  # additional tokens from drafts, by sequence id
     prefilled: list[Sequence]  # ended their prefill, and generated a token, if any
     first: list[Sequence]  # sequences of `prefilled` without an earlier first token

@@ -34,13 +34,14 @@ def decision_record(
 
 def run(*served: tuple[str, float, bool], seconds: float = 2.0) -> Run:
     """Return a run of requests, each given as upstream, predicted seconds, and True if decided."""
-    entries = {}
+    answers, entries = [], []
     for number, (upstream, predicted, decided) in enumerate(served):
         name = str(number)
         decision = decision_record(name, predicted, "10.0.0.1:80", "10.0.0.2:80")
         access = Access(name, 200, upstream, 1.0, 2.0)
-        entries[name] = Entry(name, decision if decided else None, access)
-    return Run([Answer(name, None, seconds) for name in entries], entries, NAMES)
+        answers.append(Answer(name, None, seconds))
+        entries.append(Entry(access, decision if decided else None))
+    return Run(answers, entries, NAMES)
 
 
 FIRST = ("10.0.0.1:80", 3.0, True)
@@ -107,7 +108,7 @@ def test_equal_seeds_give_equal_samples_with_different_prompts() -> None:
 )
 def test_ended_request_has_a_reason(decided: bool, status: int, why: str) -> None:
     decision = decision_record("one", 12.34, "10.0.0.1:80", "10.0.0.2:80") if decided else None
-    assert Entry("one", decision, Access("one", status, "10.0.0.1:80", 1.0, 2.0)).why == why
+    assert Entry(Access("one", status, "10.0.0.1:80", 1.0, 2.0), decision).why == why
 
 
 @pytest.mark.parametrize(

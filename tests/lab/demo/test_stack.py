@@ -32,8 +32,7 @@ async def sent(stack: PatientStack, journal: Journal) -> list[Entry]:
     chats = [sample for sample in mix if sample.kind == "chat"]
     answers = await send_all(stack.url, chats[:5], f"after-{len(journal.entries)}")
     assert [answer.problem for answer in answers] == [""] * 5
-    await journal.settle({answer.request_id for answer in answers})
-    return [journal.entries[answer.request_id] for answer in answers]
+    return await journal.settle([answer.request_id for answer in answers])
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

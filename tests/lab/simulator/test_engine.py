@@ -266,11 +266,15 @@ def test_mean_tokens_of_a_draft_match_its_acceptance() -> None:
     assert engine.steps == pytest.approx(20_000 / speculation.tokens_per_step, rel=0.03)
 
 
-def test_steps_that_only_decode_are_run_together() -> None:
-    engine = engine_with(Sequence(1, 10, 1000))
-    assert [outcome.steps for outcome in run(engine)] == [1, 999]
-    assert engine.counters.iteration_tokens.count == 1000
-    assert engine.counters.iteration_tokens.sum == 10 + 1000
+def test_arrival_waits_for_the_end_of_the_step() -> None:
+    engine, sequence = engine_with(Sequence(1, 10, 1000)), Sequence(2, 10, 1)
+    engine.advance(1.0)
+    assert engine.step is not None
+    end = engine.step.ends_at
+    assert end > 1.0
+    engine.add(sequence, 1.0)
+    engine.advance(end)
+    assert sequence.admitted == end
 
 
 def test_impossible_sequence_is_refused() -> None:
