@@ -28,7 +28,7 @@ _SET = b"\nvllm:lora_requests_info{"
 
 _LINE = re.compile(r"\nvllm:(\w+)([{ ].*)", re.ASCII)
 _START = re.compile(r"\nprocess_start_time_seconds( .*)")
-_EDGE = re.compile(r"\d{1,9}(?:\.\d+)?", re.ASCII)
+_EDGE = re.compile(r"\d{1,9}(?:\.\d+)?(?:e\+\d\d)?", re.ASCII)
 _ESCAPE = re.compile(r"\\(.)")
 
 _Series = dict[str, list[str]]

@@ -75,6 +75,14 @@ def test_output_lengths_are_read_per_bucket_and_summed_over_engines() -> None:
     assert sum(count for _, count in read_metrics(sample("two-engines")).output_lengths) == 16
 
 
+def test_output_lengths_of_a_million_tokens_are_read() -> None:
+    line = 'vllm:request_generation_tokens_bucket{{le="{}",model_name="m"}} {}\n'
+    edges = [("500000.0", 1.0), ("1e+06", 3.0), ("1.5e+06", 4.0), ("+Inf", 5.0)]
+    lines = [line.format(*edge) for edge in edges]
+    page = 'vllm:num_requests_running{model_name="m"} 1.0\n' + "".join(lines)
+    assert read_metrics(page.encode()).output_lengths == ((5e5, 1.0), (1e6, 2.0), (1.5e6, 1.0))
+
+
 @pytest.mark.parametrize("state", ["weights_offloaded", "discard_all", "paused"])
 def test_server_is_asleep_if_any_engine_is_not_awake(state: str) -> None:
     awake = b'engine="1",model_name="tiny",sleep_state="awake"} '
