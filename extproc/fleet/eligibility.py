@@ -302,20 +302,20 @@ class Eligibility:
     def _rules(
         self, model: str, listed: bool, response_visible: bool, trials: bool = True
     ) -> tuple[tuple[reasons.Reason, _Rule], ...]:
-        """Returns the rules of all reasons except NEW, in their order. With an empty ``model``,
-        OTHER_MODEL excludes no member; with ``listed`` it may exclude all members."""
+        """Returns the rules of all reasons except NEW, in their order. With ``listed``, OTHER_MODEL
+        may exclude all members."""
         now, other = self._clock(), replace(reasons.OTHER_MODEL, covers_all=listed)
 
         def ejected(member: Condition) -> bool:
             return member.ejection.active(now) if response_visible else member.ejection.pending
 
-        def serves(member: Condition) -> bool:
-            return not model or self._serves(model, member)
-
         return (
             (reasons.ASLEEP, lambda member: "its engine sleeps" if member.state.asleep else ""),
             (reasons.UNHEALTHY, lambda member: member.unhealthy(now)),
-            (other, lambda member: "" if serves(member) else f"does not serve {model!r}"),
+            (
+                other,
+                lambda member: "" if self._serves(model, member) else f"does not serve {model!r}",
+            ),
             (reasons.STALLED, lambda member: member.hung_or_stalled(now, trials)),
             (reasons.FAILING, lambda member: _FAILING if ejected(member) else ""),
             (reasons.FULL, lambda member: member.full(now)),
@@ -324,7 +324,8 @@ class Eligibility:
         )
 
     def _serves(self, model: str, member: Condition) -> bool:
-        return self._names.known(model, member.models) is not None
+        """Returns True also for an empty ``model``: the request names none."""
+        return not model or self._names.known(model, member.models) is not None
 
     def _may_eject(self) -> bool:
         ejected = sum(member.ejection.pending for member in self.conditions.values())

@@ -411,15 +411,16 @@ def test_unhealthy_replica_is_used_while_it_answers_this_router(
     assert ids(fleet) == [replica(1)], "a trial"
 
 
+@pytest.mark.parametrize("model", [MODEL, ""])
 def test_each_unhealthy_replica_is_tried_every_five_seconds_if_none_is_usable(
-    fleet: Fleet, clock: ManualClock, put: Put
+    fleet: Fleet, clock: ManualClock, put: Put, model: str
 ) -> None:
     for number in (1, 2):
         put(number, healthy=False, problem="timed out")
     tried, began = [], clock()
     for _ in range(44):
         clock.advance(0.5)
-        for found in ids(fleet):
+        for found in ids(fleet, model):
             fleet.dispatch(found, chat(10))
             tried.append(clock() - began)
     assert tried == [5.0, 5.5, 10.0, 10.5, 15.0, 15.5, 20.0, 20.5]
