@@ -1,5 +1,6 @@
 """Windows: stretches of an engine's uninterrupted work that its counters measure exactly."""
 
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 from operator import add, sub
@@ -139,7 +140,11 @@ class Windows:
         return [Work(end - at, tuple(map(sub, self._now, terms))) for at, terms in chosen]
 
     def _nearest(self, wanted: float) -> tuple[float, Terms]:
-        return min(self._settled, key=lambda settled: abs(settled[0] - wanted))
+        after = bisect_left(self._settled, (wanted,))
+        if after in (0, len(self._settled)):
+            return self._settled[max(after - 1, 0)]
+        earlier, later = self._settled[after - 1], self._settled[after]
+        return earlier if wanted - earlier[0] <= later[0] - wanted else later
 
 
 def _served_one_request(before: EngineCounts, counts: EngineCounts) -> bool:
