@@ -5,7 +5,6 @@ Envoy calls the mechanisms health checks, outlier detection, panic threshold and
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from math import inf
 
 import numpy as np
@@ -22,7 +21,8 @@ from extproc.replica_state import STALE_AFTER_S, ReplicaState
 _MAX_EJECTED = 0.5  # share of the members, at least one member
 _STALL_CHECK_S = 1.0  # time between two checks for stalls
 _SUSPECT_S = 2 * LONGEST_EJECTION_S  # longer than the time to a failing replica's next trial
-_MOST_REMEMBERED = 1_000  # remembered candidates: 5 MB with 100 members
+_REMEMBERED_ROWS = 200_000  # rows of all remembered candidates: 10 MB
+_MOST_REMEMBERED = 1_000  # remembered candidates
 _FAILING = f"ejected: {TOLERATED} or more consecutive requests failed"
 
 _Rule = Callable[[Condition], str]  # text of the exclusion, for people; empty: none
@@ -49,7 +49,7 @@ class Eligibility:
         self._stalls_checked_at = clock()
         self._changed = False
         self._next_end = inf  # end of the next exclusion that lasts a fixed time
-        self._candidates = lru_cache(_MOST_REMEMBERED)(self._choose)
+        self._candidates: dict[tuple[str, frozenset[str] | None, bool], Candidates] = {}
 
     # -- events -----------------------------------------------------------------------------
 
@@ -164,11 +164,18 @@ class Eligibility:
         now = self._clock()
         if self._changed or now >= self._next_end:
             self._changed = False
-            self._candidates.cache_clear()
+            self._candidates.clear()
             self._any_new = any(member.new for member in self.conditions.values())
             ends = (end for member in self.conditions.values() for end in member.ends())
             self._next_end = min((end for end in ends if end > now), default=inf)
-        return self._candidates(model, among, response_visible)
+        key = model, among, response_visible
+        found = self._candidates.get(key)
+        if found is None:
+            rows = len(self._candidates) * len(self.conditions)
+            if rows >= _REMEMBERED_ROWS or len(self._candidates) >= _MOST_REMEMBERED:
+                self._candidates.clear()
+            found = self._candidates[key] = self._choose(*key)
+        return found
 
     def without_full(self, view: FleetView, model: str) -> Candidates | None:
         """Returns the candidates without new members that already have as many requests as slow
