@@ -134,10 +134,11 @@ class Fleet:
         frozen = self.eligibility.polled(state, age, idle, prefilled_sent_at)
         self.blocks.polled(state)
         fell = state.steps < self._replicas.polled_steps[row]
-        # By another poller, late, or pushed while a newer state was read from Redis. If the clock
-        # of the next poller is behind, its second state shows a restart.
+        # A late poller, or a push during a snapshot, may bring an older state of the same process.
         is_older = fell and (
-            state.scraped_at < before.scraped_at or 0.0 < before.started_at == state.started_at
+            state.started_at == before.started_at
+            if state.started_at and before.started_at
+            else state.scraped_at < before.scraped_at
         )
         if is_older:  # the next poll is compared with the newest histogram
             state = replace(state, output_lengths=before.output_lengths)

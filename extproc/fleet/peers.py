@@ -31,7 +31,7 @@ STALE_S = 0.1  # age above which a digest does more harm than good, as simulatio
 DEAD_S = 1.5
 """Time without a digest after which a peer counts as gone, if the router's own digests come back:
 as long as three whole digests."""
-_MOST_STOPPED = 100  # names that are read once a second
+_MOST_STOPPED = 100  # last farewells that are remembered
 
 POLLED, POLLED_BEFORE, POLLED_KV = POLLED_ROWS = range(FIGURES, FIGURES + 3)
 """Rows of the load after a digest's figures: the peer's sequences at the last poll and at the poll

@@ -95,23 +95,30 @@ def test_prompts_before_a_restart_are_empty_for_a_new_router(
 
 
 @pytest.mark.parametrize(
-    ("started_at", "polls", "known"),
+    ("starts", "polls", "known"),
     [
-        pytest.param(1e9, [(199, 3.0)], True, id="second poller, late"),
-        pytest.param(0.0, [(199, 1.9)], True, id="pushed while a newer state was read"),
-        pytest.param(0.0, [(199, 3.0)], False, id="restart"),
-        pytest.param(0.0, [(40, 1.8), (50, 1.9)], False, id="restart, and a poller's clock behind"),
+        pytest.param((1e9, 1e9), [(199, 3.0)], True, id="second poller, late"),
+        pytest.param((0.0, 0.0), [(199, 1.9)], True, id="pushed while a newer state was read"),
+        pytest.param((0.0, 0.0), [(199, 3.0)], False, id="restart"),
+        pytest.param((0.0, 0.0), [(40, 1.8), (50, 1.9)], False, id="restart, clock behind"),
+        pytest.param((1e9, 2e9), [(40, 1.8)], False, id="restart with start time, clock behind"),
     ],
 )
 def test_older_state_keeps_the_index(
     fleet: Fleet,
     clock: ManualClock,
-    started_at: float,
+    starts: tuple[float, float],
     polls: list[tuple[float, float]],
     known: bool,
 ) -> None:
     prefix = prompt("a")
-    for steps, scraped_at in ((100, 1.0), (200, 2.0), *polls, (201, 4.0)):
+    before, after = starts
+    for steps, scraped_at, started_at in (
+        (100, 1.0, before),
+        (200, 2.0, before),
+        *((*poll, after) for poll in polls),
+        (201, 4.0, after),
+    ):
         clock.advance(1)
         poll = {"steps": steps, "started_at": started_at, "scraped_at": scraped_at}
         fleet.put(state(1, H100, clock, **poll))
