@@ -94,7 +94,7 @@ class PolledReplica:
         self._models = Models(context.session, target, self._listed)
         blocks = KvBlocks(context.random, monotonic)
         self._kv_stream = KvStream(context.zmq, target, blocks, context.into)
-        self._task = context.tasks.create_task(together(self._kv_stream.run(), self._scrape()))
+        self._task = context.tasks.create_task(self._run())
 
     @property
     def usable(self) -> bool:
@@ -118,6 +118,10 @@ class PolledReplica:
         self._task.cancel()
         self._stop_counting_silence()
         self._models.restart()
+
+    async def _run(self) -> None:
+        async with started(self._kv_stream.run()):
+            await self._scrape()  # in this task, which :meth:`stop` cancels
 
     async def _scrape(self) -> None:
         try:
