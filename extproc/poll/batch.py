@@ -33,7 +33,7 @@ def scraped_state(
     Args:
         base: fields that no scrape changes.
         before: state after the last scrape; its list of models is kept. None: the process has
-            restarted or was not scraped before.
+            restarted.
         figures: figures of this scrape.
         others: further fields, which replace those of ``figures``.
     """

@@ -26,8 +26,15 @@ _LENGTHS = "request_generation_tokens_bucket"
 _SLEEP = "engine_sleep_state"
 _SET = b"\nvllm:lora_requests_info{"
 
-_LINE = re.compile(r"\nvllm:(\w+)([{ ].*)", re.ASCII)
-_START = re.compile(r"\nprocess_start_time_seconds( .*)")
+_READ = (  # parts of a pattern: names that the parser reads; counters may end in ``_total``
+    r"num_requests_(?:running|waiting)|(?:gpu|kv)_cache_usage_perc|gpu_prefix_cache_hits",
+    r"prefix_cache_hits|cache_config_info|iteration_tokens_total_count|prompt_tokens(?:_cached)?",
+    r"generation_tokens|time_to_first_token_seconds_count|num_preemptions|request_success",
+    r"request_(?:prefill|decode)_time_seconds_sum",
+    *(_ACCEPTED, _ADAPTERS, _LENGTHS, _SLEEP),
+)
+_LINE = re.compile(rf"\nvllm:((?:{'|'.join(_READ)})(?:_total)?)([{{ ].*)")
+_START = re.compile(r"\nprocess_start_time_seconds([{ ].*)")
 _EDGE = re.compile(r"\d{1,9}(?:\.\d+)?(?:e\+\d\d)?", re.ASCII)
 _ESCAPE = re.compile(r"\\(.)")
 
@@ -184,9 +191,9 @@ def _label(name: str, line: str) -> str:
 
 
 def _numbers(name: str, lines: Iterable[str]) -> list[int]:
-    """Returns the values of a label that are whole numbers of at most nine digits."""
+    """Returns the values of a label that are whole numbers of at most twelve digits."""
     values = (_label(name, line) for line in lines)
-    return [int(value) for value in values if value.isdecimal() and len(value) < 10]
+    return [int(value) for value in values if value.isdecimal() and len(value) < 13]
 
 
 def _kv_cache(configs: list[str]) -> tuple[int, int]:
