@@ -26,6 +26,12 @@ def prompt(letter: str, tokens: int = TOKENS) -> Prefix:
     return prefix_of(letter.encode() * (tokens * UNIT_BYTES // 64), tokens, 1)
 
 
+def test_expected_hits_are_whole_blocks_of_the_replica(fleet: Fleet, clock: ManualClock) -> None:
+    fleet.put(state(1, H100, clock, block_size=3000))
+    fleet.dispatch(replica(1), request(prefix := prompt("a")))
+    assert fleet.prefix_hits(prefix, fleet.view(MODEL)).expected.max() == 9000.0
+
+
 @pytest.mark.parametrize("cached", [0.0, CACHED])
 def test_poll_leaves_known_kv_tokens_unchanged(
     fleet: Fleet, clock: ManualClock, cached: float

@@ -5,13 +5,16 @@ import os
 import signal
 import socket
 from collections.abc import Mapping
+from functools import partial
 from itertools import cycle
 from math import inf
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+import aiohttp
 import pytest
+import zmq.asyncio
 from msgspec import structs
 from prometheus_client import CollectorRegistry
 
@@ -19,9 +22,11 @@ from extproc.config import Config
 from extproc.ground.clock import monotonic
 from extproc.ground.runtime import started
 from extproc.poll.destination import Destination
+from extproc.poll.discovery import Target
 from extproc.poll.into_redis import run_poller
 from extproc.poll.metrics_text import PageFigures, ScrapeError, read_metrics
 from extproc.poll.poller import Poller
+from extproc.poll.replica import PollContext, PolledReplica
 from extproc.poll.scrape import PollMetrics
 from extproc.predict.step import PROFILES
 from extproc.replica_state import ReplicaState
@@ -100,6 +105,25 @@ async def test_size_of_kv_cache_tells_speed_of_a_replica_before_its_first_work(
         assert state.learned is not None
         assert state.learned.c0 == pytest.approx(slower * PROFILES[profile].step.c0, rel=0.01)
         assert not state.speeds  # not measured
+
+
+async def test_learned_batch_limit_outlives_the_poller_and_ends_with_the_engine(
+    redis_server: RedisServer,
+) -> None:
+    def learned(limit: int, steps: int, state: ReplicaState) -> bool:
+        return (state.max_num_seqs, state.steps) == (limit, steps)
+
+    async with serving() as replica:
+        settings = config(redis_server, replica)
+        async with watching(settings) as router:
+            await router.replica(replica, partial(learned, 0, 100))
+            replica.answers["/metrics"] = text(page(steps=200, generated=200))
+            await router.replica(replica, partial(learned, 2, 200))
+        replica.answers["/metrics"] = text(page(running=1, waiting=0, steps=300, generated=250))
+        async with watching(settings) as router:
+            await router.replica(replica, partial(learned, 2, 300))
+            replica.answers["/metrics"] = text(page(steps=3))
+            await router.replica(replica, partial(learned, 0, 3))
 
 
 async def test_poller_continues_from_models_listed_before(redis_server: RedisServer) -> None:
@@ -267,6 +291,32 @@ async def test_unexpected_error_makes_only_its_replica_unhealthy(
     (line,) = [line for line in caplog.records if line.levelname == "ERROR"]
     assert line.exc_info
     assert vars(line)["replica"] == odd.id
+
+
+async def test_replica_that_left_publishes_no_answer_that_comes_at_that_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, answer = asyncio.Event(), asyncio.get_running_loop().create_future()
+
+    async def scrape(*_: object) -> PageFigures:
+        asked.set()
+        await answer
+        return read_metrics(page().encode())
+
+    monkeypatch.setattr("extproc.poll.replica.scrape", scrape)
+    target, states = Target("127.0.0.1:8000", "one", "llama-8b-a10"), list[ReplicaState]()
+    into = Destination()
+    monkeypatch.setattr(into, "put", states.append)
+    async with asyncio.TaskGroup() as tasks, aiohttp.ClientSession() as session:
+        metrics = PollMetrics(CollectorRegistry())
+        context = PollContext(
+            Config(), into, metrics, Random(1), tasks, session, zmq.asyncio.Context.instance()
+        )
+        replica = PolledReplica(target, None, context)
+        await asked.wait()
+        answer.set_result(None)
+        replica.stop()
+    assert not states
 
 
 async def test_replica_that_dns_names_at_times_stays_while_it_answers(
