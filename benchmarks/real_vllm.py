@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 
 from benchmarks import arguments
 from benchmarks.fit.replay import described
+from benchmarks.summary import rank_correlation
 from extproc.cli.arguments import above_zero, probability, whole
 from extproc.ground.text import Column, table
 from extproc.lab.harness.pages import decisions, get_json
@@ -30,7 +31,7 @@ from extproc.lab.harness.processes import ProcessError
 from extproc.lab.harness.samples import Lengths, Sample, SampleKind, samples
 from extproc.lab.harness.stack import Stack, attached_replicas
 from extproc.lab.harness.traffic import Answer, send_all
-from extproc.lab.replay.figures import distribution, rank_correlation
+from extproc.lab.replay.figures import distribution
 from extproc.predict.step import DEFAULT_PROFILE, PROFILES, StepModel
 from extproc.route.policies import POLICIES
 

@@ -7,11 +7,12 @@ from math import inf
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from benchmarks.discrete import FleetSimulation
 from benchmarks.fleet import imbalance
 from extproc.lab.replay import Traced
-from extproc.lab.replay.figures import FIGURES, distribution, rank_correlation
+from extproc.lab.replay.figures import FIGURES, distribution
 from extproc.lab.replay.routers import Failed, Served
 
 Run = dict[str, Any]  # figures of a run, in the form of the JSON; times in seconds
@@ -165,3 +166,9 @@ def _work(served: Sequence[Served], failed: Sequence[Failed]) -> dict[str, int]:
         "generated_tokens": sum(request.traced.output_tokens for request in served),
         "preemptions": sum(request.sequence.preemptions for request in served),
     }
+
+
+def rank_correlation(first: ArrayLike, second: ArrayLike) -> float:
+    """Return Spearman's rank correlation."""
+    ranks = np.array([np.argsort(np.argsort(values)) for values in (first, second)])
+    return float(np.corrcoef(ranks)[0, 1])

@@ -341,10 +341,6 @@ class RouteSettings(Section):
     seed: int | None = None
     """Seed of the random generator that breaks ties; null: a random seed."""
 
-    @property
-    def keeps_sessions(self) -> bool:
-        return self.session_header is not None or self.session_cookie is not None
-
     @field_validator("models")
     @classmethod
     def _check_models(cls, models: dict[str, ModelTargets]) -> dict[str, ModelTargets]:

@@ -29,7 +29,7 @@ _SET = b"\nvllm:lora_requests_info{"
 _READ = (  # parts of a pattern: names that the parser reads; counters may end in ``_total``
     r"num_requests_(?:running|waiting)|(?:gpu|kv)_cache_usage_perc|gpu_prefix_cache_hits",
     r"prefix_cache_hits|cache_config_info|iteration_tokens_total_count|prompt_tokens(?:_cached)?",
-    r"generation_tokens|time_to_first_token_seconds_count|num_preemptions|request_success",
+    r"generation_tokens|time_to_first_token_seconds_count|request_success",
     r"request_(?:prefill|decode)_time_seconds_sum",
     *(_ACCEPTED, _ADAPTERS, _LENGTHS, _SLEEP),
 )
@@ -120,7 +120,6 @@ def read_metrics(page: bytes) -> PageFigures:
         generated_tokens=_sum(series, "generation_tokens_total", "generation_tokens"),
         first_tokens=_sum(series, "time_to_first_token_seconds_count"),
         accepted_tokens=_sum(series, f"{_ACCEPTED}_total", _ACCEPTED),
-        preemptions=_sum(series, "num_preemptions_total", "num_preemptions"),
         finished=_sum(series, "request_success_total"),
         prefill_s=_sum(series, "request_prefill_time_seconds_sum"),
         decode_s=_sum(series, "request_decode_time_seconds_sum"),

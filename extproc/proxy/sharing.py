@@ -64,7 +64,7 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, delays: De
             _remember_models(redis, pool, fleet),
         ]
         owned = [(fleet.responses, keys.responses)]
-        if config.route.keeps_sessions:
+        if config.route.session_header or config.route.session_cookie:
             owned.append((fleet.sessions, keys.sessions))
         for owners, key in owned:
             reader = StreamReader(redis, key, OWNER, skips)

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from extproc.predict.inputs import Floats
 
@@ -17,12 +16,6 @@ def distribution(seconds: Sequence[float] | Floats) -> dict[str, float] | None:
         return None
     p50, p95, p99 = np.percentile(seconds, (50, 95, 99)).tolist()
     return {"mean": float(np.mean(seconds)), "p50": p50, "p95": p95, "p99": p99}
-
-
-def rank_correlation(first: ArrayLike, second: ArrayLike) -> float:
-    """Return Spearman's rank correlation."""
-    ranks = np.array([np.argsort(np.argsort(values)) for values in (first, second)])
-    return float(np.corrcoef(ranks)[0, 1])
 
 
 def progress(label: str) -> Callable[..., None]:
