@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.arguments import attached_replicas
 from benchmarks.compare.contenders import ComparedFleet, Front, Requests, Servers
 from benchmarks.discrete import poll_interval
 from extproc.lab.harness.envoy_config import (
@@ -19,7 +20,7 @@ from extproc.lab.harness.envoy_config import (
 )
 from extproc.lab.harness.pages import decisions, get_text
 from extproc.lab.harness.processes import Process, answers, envoy_command, pick_ports
-from extproc.lab.harness.stack import SimulatedReplica, Stack, attached_replicas
+from extproc.lab.harness.stack import SimulatedReplica, Stack
 
 _TYPES = {
     "round_robin": "round_robin.v3.RoundRobin",

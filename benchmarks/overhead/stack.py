@@ -10,11 +10,12 @@ from typing import Any
 
 import yaml
 
+from benchmarks.arguments import attached_replicas
 from benchmarks.overhead.client import ClientReport
 from benchmarks.states import PROFILE, addresses
 from extproc.lab.harness.envoy_config import TEMPLATE, Bootstrap, drop_ext_proc, manager_of
 from extproc.lab.harness.processes import Check, Process, envoy_command, free_port, listening
-from extproc.lab.harness.stack import Stack, attached_replicas
+from extproc.lab.harness.stack import Stack
 
 _UPSTREAM = Path(__file__).with_name("upstream.yaml")
 _POOL = "overhead"

@@ -50,18 +50,6 @@ FLEET = (
 )
 
 
-def attached_replicas(
-    servers: Mapping[str, str], profiles: Mapping[str, str]
-) -> list[SimulatedReplica]:
-    """Return replicas of a stack for servers that run already.
-
-    ``servers`` maps names to ``ip:port``; ``profiles`` maps names to hardware profiles.
-    """
-    return [
-        SimulatedReplica(name, profiles[name], address=address) for name, address in servers.items()
-    ]
-
-
 # Default ports of the programs.
 USUAL_PORTS: Mapping[str, int] = MappingProxyType(
     {"envoy": 8080, "envoy-admin": 9901, "router": 50051, "router-admin": 9090}
