@@ -104,6 +104,7 @@ class InFlight:
             self._head += message.body[: HEAD_BYTES - len(self._head)]
             if found := response_id(self._head):
                 self._services.fleet.responses.record(found, self.served_by)
+            if found or len(self._head) >= HEAD_BYTES:
                 self._head = None
 
     def end(self, lost: bool = False) -> None:

@@ -75,15 +75,15 @@ async def _serve(exchange: Exchange) -> None:
         skipped = messages.RESPONSE_SKIPPED in values
         exchange.response_visible = not skipped or headers.endpoint is Endpoint.RESPONSES
         _take_body(exchange, message)
-        del message  # as in Exchange.read
+        del message, values  # both may be large, and the request may wait long in the queue
         await _route_body(exchange)
     elif message.request_headers.end_of_stream or not headers.readable:
         exchange.body.whole = message.request_headers.end_of_stream
+        del message, values
         await exchange.write(await admit(exchange, phase))
-    elif exchange.full_duplex:
-        await _full_duplex(exchange)
     else:
-        await _headers_first(exchange)
+        del message, values
+        await (_full_duplex if exchange.full_duplex else _headers_first)(exchange)
 
 
 def _take_body(exchange: Exchange, message: ProcessingRequest) -> None:

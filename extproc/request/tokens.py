@@ -122,8 +122,8 @@ def _load(model: str, folder: Path) -> "ExactPrompts":
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises nothing narrower
         raise ValueError(
-            f"request.tokenizers: that of model {model!r} cannot be read: {file}: {error}; give "
-            "the folder with the model's tokenizer.json and chat template"
+            f"request.tokenizers: the tokenizer of model {model!r} cannot be read: {file}: "
+            f"{error}; give the folder with the model's tokenizer.json and chat template"
         ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()

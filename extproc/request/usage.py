@@ -3,6 +3,7 @@ response."""
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 from extproc.request.endpoint import Endpoint
@@ -88,14 +89,14 @@ class UsageReader:
     def _read(self, value: bytes) -> bool:
         """Read the usage object at the beginning of ``value``; return False if the object may go on
         in the next chunk."""
-        text = value.lstrip().decode("latin-1")
-        try:
-            usage, _ = _decode(text)
-        except (ValueError, RecursionError):
-            return text[:1] not in ("", "{") or len(value) == _MAX_USAGE
-        if isinstance(usage, dict):
-            self._take(usage)
-        return True
+        text = value.lstrip()
+        if b"}" in text:  # without a brace the object is not whole, and decoding would take long
+            with suppress(ValueError, RecursionError):
+                usage, _ = _decode(text.decode("latin-1"))
+                if isinstance(usage, dict):
+                    self._take(usage)
+                return True
+        return text[:1] not in (b"", b"{") or len(value) == _MAX_USAGE
 
     def _take(self, usage: dict[str, object]) -> None:
         prompt = _first(usage, "prompt_tokens", "input_tokens")

@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 
 from benchmarks import trace
+from benchmarks.discrete import FleetSimulation
 from benchmarks.summary import summary
 from benchmarks.trace import TracedRequest
 from extproc.lab.replay.routers import Served
+from extproc.route.backlog import LEAD_S
+from extproc.route.order import Shares
+from extproc.route.waiting import Key
 from tests.benchmarks.conftest import CONVERSATION, a10s, play
 
 pytestmark = pytest.mark.slow
+
+TENANTS = (0, "tenant 1"), (0, "tenant 2")  # with their priority
 
 
 def conversation(speed: float, most: int, **options: Any) -> list[Served]:
@@ -84,3 +90,28 @@ def test_tenants_get_equal_shares_of_full_replicas() -> None:
         ratios.append(first / (len(begun) - first))
     assert ratios[0] > 2
     assert 0.8 < ratios[1] < 1.25
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_small_requests_take_no_share_from_large_ones(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tenant 1 always has a request that fits into the little room that eight full replicas have;
+    the requests of tenant 2, a tenth as many, need more room."""
+    received, leads = dict.fromkeys(TENANTS, 0.0), []
+    charge = Shares.charge
+
+    def record(shares: Shares, key: Key, cost: float) -> None:
+        charge(shares, key, cost)
+        if all(tenant in shares for tenant in TENANTS):
+            received[key] += cost
+            leads.append(abs(shares.tag(TENANTS[0]) - shares.tag(TENANTS[1])))
+
+    monkeypatch.setattr(Shares, "charge", record)
+    simulation = FleetSimulation(a10s(8), "completion", seed=seed, hold=True, tenants=[10, 1])
+    for _ in simulation.run(trace.read([CONVERSATION], speed=13.0, most=5_000)):
+        if simulation.clock() > 60.0:
+            break
+    first, second = received.values()
+    assert (first + second) ** 2 / (2 * (first**2 + second**2)) >= 0.98  # Jain's index
+    assert max(leads) <= 2 * 8 * LEAD_S  # a request may decline some of the replicas

@@ -129,13 +129,14 @@ def test_each_configuration_error_is_one_line(
     [
         ("poll --route.policy nonsense", "--route.policy: "),  # a setting of another command
         ("serve --state memory", "no replicas to poll"),
-        ('serve --request.tokenizers {"m":"/nope"}', "request.tokenizers: that of model 'm'"),
+        ('serve --request.tokenizers {"m":"/nope"}',
+         "request.tokenizers: the tokenizer of model 'm'"),
         ("serve --serve.admin 127.0.0.1:0 --serve.tls_cert /nope --serve.tls_key /nope",
          "serve.tls_cert: /nope"),
         ("check --serve.tls_cert /nope --serve.tls_key /nope", "serve.tls_cert: /nope"),
         ("check --envoy /nope", "/nope: cannot be read: No such file"),
         ('check --request.tokenizers {"m":"/nope/tokenizer.json"}',
-         "request.tokenizers: that of model 'm' cannot be read: /nope/"),
+         "request.tokenizers: the tokenizer of model 'm' cannot be read: /nope/"),
         ("eds --state memory", "state is 'memory'"),
         ("poll --state memory --replicas [a:1]", "the router polls its replicas itself"),
         ("simulate --max-model-len 9000 --kv-tokens 8000", "max_model_len 9000 is more"),

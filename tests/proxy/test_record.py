@@ -23,9 +23,9 @@ from extproc.observe.recorder import Recorder
 from extproc.proxy.app import build
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, chat, replica
-from tests.proxy.conftest import config_of, router_of
+from tests.proxy.conftest import config_of, router_of, samples
 from tests.proxy.envoy_side import CHAT, EnvoySide, Local, Stream
-from tests.proxy.replies import destination
+from tests.proxy.replies import BodyMode, destination
 from tests.waiting import until
 
 CANARY = "xylophone"
@@ -219,6 +219,21 @@ async def test_record_counts_refusals(services: Services, envoy: EnvoySide, fold
     assert reply.immediate_response is not None
     record = await recorded(services, folder, envoy)
     assert record.excluded == {"refused (model_not_found)": 1}
+
+
+async def test_record_has_no_refusal_of_requests_that_envoy_routes(
+    services: Services, folder: Path, config: Config
+) -> None:
+    """An observed request that names no served model, and a request in an unserved body mode."""
+    observe = config.serve.model_copy(update={"mode": "observe"})
+    observing = replace(services, config=config.model_copy(update={"serve": observe}))
+    await EnvoySide(Local(observing)).ask_body_first(CHAT | {"model": "nobody's"})
+    async with EnvoySide(Local(services)).stream() as stream:
+        await stream.request_headers(body_mode=BodyMode.STREAMED)
+        await stream.end()
+    assert samples(services.metrics.requests) == {("observed",): 1.0, ("unrouted",): 1.0}
+    await write_record(services)
+    assert "refused" not in text_in(folder)
 
 
 async def test_refused_request_is_recorded_with_its_profile(folder: Path, config: Config) -> None:

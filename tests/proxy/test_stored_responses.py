@@ -2,10 +2,13 @@
 
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from extproc.proxy import in_flight
 from extproc.proxy.services import Services
+from extproc.request.usage import HEAD_BYTES, response_id
 from tests.fakes import replica
 from tests.proxy.conftest import config_of, router_of
 from tests.proxy.envoy_side import EnvoySide, Local, Stream
@@ -80,3 +83,27 @@ async def test_background_response_has_no_completion(envoy: EnvoySide, services:
     assert record.outcome.status == 200
     assert record.outcome.completion_s is None
     assert services.fleet.response_owner("resp_1") == replica(1)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "searches", "owner"),
+    [
+        ([b'{"id":"resp_', b'1","output":[', b"]}"], 2, replica(1)),
+        ([b" " * HEAD_BYTES, b'{"id":"resp_1","output":[', b"]}"], 1, ""),
+    ],
+)
+async def test_id_is_searched_until_it_is_found_or_too_late(
+    envoy: EnvoySide,
+    services: Services,
+    monkeypatch: pytest.MonkeyPatch,
+    chunks: list[bytes],
+    searches: int,
+    owner: str,
+) -> None:
+    search = Mock(side_effect=response_id)
+    monkeypatch.setattr(in_flight, "response_id", search)
+    async with envoy.stream() as stream:
+        await stream.ask(REQUEST, RESPONSES)
+        await stream.answer(*chunks, upstream=replica(1))
+    assert search.call_count == searches
+    assert (services.fleet.response_owner("resp_1") or "") == owner

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import tracemalloc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
 from extproc.config import Config
 from extproc.proxy.app import dispatch_queued
 from extproc.proxy.body_memory import BODY_MEMORY_BYTES
+from extproc.proxy.proto.ext_proc_pb2 import ProcessingRequest
 from extproc.proxy.services import Services
 from extproc.route.queue import Queue
 from tests.fakes import ManualClock, chat, replica
@@ -130,6 +131,34 @@ async def test_queued_body_is_held_once(stream: Stream, services: Services, full
     assert services.body_memory.free == BODY_MEMORY_BYTES - len(body)
     stream.reset()
     await until(lambda: services.body_memory.free == BODY_MEMORY_BYTES)
+
+
+async def wait_with_headers_first(stream: Stream, _: Services) -> None:
+    assert asks_envoy_to_wait(await stream.ask(long("third")))
+
+
+async def wait_with_unreadable_body(stream: Stream, _: Services) -> None:
+    headers = {"content-encoding": "gzip", "content-length": "30000"}
+    assert asks_envoy_to_wait(await stream.request_headers(headers=headers))
+
+
+@pytest.mark.parametrize(
+    "wait", [wait_with_headers_first, wait_with_unreadable_body, wait_in_full_duplex]
+)
+async def test_queued_request_keeps_no_message(
+    stream: Stream, services: Services, full: Full, wait: Callable[[Stream, Services], Any]
+) -> None:
+    """The headers, which the router does not need any more, may take many kB."""
+
+    def messages() -> int:
+        gc.collect()
+        return sum(isinstance(item, ProcessingRequest) for item in gc.get_objects())
+
+    before = messages()
+    await wait(stream, services)
+    assert len(services.queue) == 1
+    assert messages() == before
+    stream.reset()
 
 
 async def test_full_body_memory_stops_queueing(

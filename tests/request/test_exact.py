@@ -182,10 +182,21 @@ def test_template_may_take_content_in_parts(counter: Folder, tokenizer: Tokenize
     assert read(got) == printed(f"<s>[{'a' * 99}][b]<s>[c]", tokenizer)
 
 
-def test_template_may_print_the_date(counter: Folder, tokenizer: Tokenizer) -> None:
-    tokens = counter("{{ strftime_now('date: %%') }}{{ messages[0].content }}")
-    got = known(tokens, messages=[user(TEXT[:500])])
-    assert read(got) == printed(f"date: %{TEXT[:500]}", tokenizer)
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ strftime_now('date: %%') }}", "date: %"),
+        ("{{ ['é'] | tojson }}", '["é"]'),
+        ("{{ ['é'] | tojson(true) }}", '["\\u00e9"]'),
+        ("{{ ['é'] | tojson(false, 2) }}", '[\n  "é"\n]'),
+        ("{{ [1, 2] | tojson(separators=(',', ':')) }}", "[1,2]"),
+    ],
+)
+def test_template_may_use_functions_of_transformers(
+    counter: Folder, tokenizer: Tokenizer, template: str, text: str
+) -> None:
+    got = known(counter(template + "{{ messages[0].content }}"), messages=[user(TEXT[:500])])
+    assert read(got) == printed(text + TEXT[:500], tokenizer)
 
 
 def test_template_may_stand_in_tokenizer_config(

@@ -5,11 +5,13 @@ import json
 import tracemalloc
 from collections.abc import Iterable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extproc.request import usage
 from extproc.request.endpoint import Endpoint
 from extproc.request.usage import HEAD_BYTES, ReportedUsage, UsageReader, response_id
 from tests.examples import examples
@@ -219,6 +221,14 @@ def test_messages_stream_broken_off_keeps_its_prompt() -> None:
 )
 def test_malformed_usage_is_ignored(usage: str) -> None:
     assert read([f'{{"choices": [], "usage": {usage}}}'.encode()]) is None
+
+
+def test_unfinished_objects_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = Mock(wraps=usage._decode)
+    monkeypatch.setattr(usage, "_decode", decode)
+    chunks = [b'{"usage":' * 1_000, compact(CHAT_USAGE).encode()]
+    assert read(chunks) == ReportedUsage(12, 5, 8)
+    assert decode.call_count == 1
 
 
 @given(st.lists(st.binary(max_size=20) | st.sampled_from([b'"usage":', b"{", b"}", b"data:"])))
