@@ -13,7 +13,7 @@ from msgspec import structs
 
 from extproc.config import POLL_JITTER, Config
 from extproc.ground.clock import monotonic, wall
-from extproc.ground.runtime import Backoff, started, together
+from extproc.ground.runtime import Backoff, started
 from extproc.poll.batch import scraped_state
 from extproc.poll.destination import Destination
 from extproc.poll.discovery import Target
