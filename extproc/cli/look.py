@@ -94,7 +94,8 @@ async def _explain(args: argparse.Namespace, config: Config) -> str:
     if args.request_id is None:
         found = found[-args.last :]
     elif not found:
-        urls = printable(", ".join(url_of(router.admin, config.admin) for router in routers))
+        answered = (router for router in routers if router not in failures)
+        urls = printable(", ".join(url_of(router.admin, config.admin) for router in answered))
         raise CommandError(
             f"no decision about request {args.request_id!r} at {urls}: Envoy did not ask there, no "
             "replica was available, or the decision is no longer kept (serve.decisions_kept)"

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Collection, Mapping
 from contextlib import AsyncExitStack, aclosing
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from betterproto2 import encode_varint
 from envoy_data_plane.envoy.config.core.v3 import Address, HealthStatus, SocketAddress
@@ -71,7 +71,7 @@ async def _follow(
     async with aclosing(reader.changes()) as changes:
         async for change in changes:
             if members.apply(change):
-                server.put(pool, load_assignment(pool, members.current))
+                server.put(pool, partial(load_assignment, pool, members.current))
 
 
 async def _report_health(readers: Collection[StateReader], server: EdsServer) -> None:
@@ -101,7 +101,7 @@ async def _drop_stale(pools: Mapping[str, "PoolMembers"], server: EdsServer) -> 
             if stale := members.drop_stale(TTL_S):
                 extra = {"replicas": ", ".join(stale), "pool": pool}
                 logger.info("replicas withdrawn from envoy: their state is stale", extra=extra)
-                server.put(pool, load_assignment(pool, members.current))
+                server.put(pool, partial(load_assignment, pool, members.current))
 
 
 class PoolMembers:

@@ -7,7 +7,8 @@ import asyncio
 import hashlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import cache
 
 import grpc
 from envoy_data_plane.envoy.service.discovery.v3 import DiscoveryRequest, DiscoveryResponse
@@ -32,8 +33,9 @@ _OPTIONS = [
 ]
 _SETTLE_S = 0.05  # changes within this time reach Envoy together
 
-Assignments = Mapping[str, bytes | None]
-"""Encoded ``ClusterLoadAssignment`` by pool; None until the pool has a known replica."""
+Assignments = Mapping[str, Callable[[], bytes] | None]
+"""Functions that return the encoded ``ClusterLoadAssignment``, by pool; None until the pool has a
+known replica."""
 
 
 class Subscription:
@@ -43,7 +45,7 @@ class Subscription:
         self._pools = pools
         self._envoy = {"peer": peer, "node": ""}
         self._names: frozenset[str] = frozenset()
-        self._sent: dict[str, bytes] = {}
+        self.sent: dict[str, bytes] = {}
         self._nonces = itertools.count(1)
         self._nonce = ""
 
@@ -68,10 +70,10 @@ class Subscription:
     def due(self) -> DiscoveryResponse | None:
         """Return a response if the assignments differ from the last response; otherwise None."""
         names = sorted(self._names)
-        selected = {name: data for name in names if (data := self._pools.get(name))}
-        if not selected or selected == self._sent:
+        selected = {name: encode() for name in names if (encode := self._pools.get(name))}
+        if not selected or selected == self.sent:
             return None
-        self._sent = selected
+        self.sent = selected
         self._nonce = str(next(self._nonces))
         whole = b"".join(len(data).to_bytes(8) + data for data in selected.values())
         return DiscoveryResponse(
@@ -105,9 +107,12 @@ class EdsServer:
         await self.report(serving=True)
         return port
 
-    def put(self, pool: str, assignment: bytes) -> None:
-        """Tell a pool's replicas to each Envoy that subscribed to the pool."""
-        self._pools[pool] = assignment
+    def put(self, pool: str, encode: Callable[[], bytes]) -> None:
+        """Tell a pool's replicas to each Envoy that subscribed to the pool.
+
+        All streams share one call of ``encode``, which the first response calls.
+        """
+        self._pools[pool] = cache(encode)
         for woken in self.streams.values():
             woken.set()
 
@@ -140,7 +145,8 @@ class EdsServer:
                 if (response := subscription.due()) is not None:
                     yield bytes(response)
                 await woken.wait()
-                await asyncio.sleep(_SETTLE_S)
+                if subscription.sent:
+                    await asyncio.sleep(_SETTLE_S)
                 woken.clear()
             if reading.cancelled():
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "redis lost: ask another instance")

@@ -52,7 +52,11 @@ async def fetch_decisions(
     try:
         return decode(page, type=list[DecisionRecord])
     except ValueError as error:
-        raise _no_router(url_of(router, access), f"no list of decisions ({error})") from None
+        raise RouterUnavailableError(
+            f"{url_of(router, access)} answers no list of decisions ({error}): check that this is "
+            "the serve.admin of a router; if the router has another version, run the 'extproc "
+            "explain' of that version"
+        ) from None
 
 
 async def fetch_pages(router: str, paths: Sequence[str], access: AdminSettings) -> list[bytes]:

@@ -1,8 +1,9 @@
 """EDS: the state of a stream, the server over a real gRPC channel, and the members of a pool."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -15,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from msgspec import structs
 
 from extproc.config import MutualTlsSettings
+from extproc.envoy import eds_server
 from extproc.envoy.eds import PoolMembers, load_assignment
 from extproc.envoy.eds_server import ENDPOINTS, METHOD, SERVICE, EdsServer, Subscription
 from extproc.replica_state import ReplicaState
@@ -41,6 +43,11 @@ def request(*names: str, answering: DiscoveryResponse | None = None, refusal: st
     )
 
 
+def encoded(assignment: bytes) -> Callable[[], bytes]:
+    """Return a function that encodes an assignment."""
+    return lambda: assignment
+
+
 def values(response: DiscoveryResponse | None) -> list[bytes]:
     assert response is not None
     assert response.type_url == ENDPOINTS
@@ -61,14 +68,14 @@ def ask(
 
 
 def test_change_is_sent_once_to_subscribers() -> None:
-    pools = {"a": b"a1", "b": b"b1"}
+    pools = {"a": encoded(b"a1"), "b": encoded(b"b1")}
     stream = Subscription(pools, "peer")
     first = ask(stream, "a")
     assert values(first) == [b"a1"]
     assert ask(stream, "a", answering=first) is None
-    pools["b"] = b"b2"
+    pools["b"] = encoded(b"b2")
     assert stream.due() is None
-    pools["a"] = b"a2"
+    pools["a"] = encoded(b"a2")
     second = stream.due()
     assert values(second) == [b"a2"]
     assert first is not None
@@ -79,50 +86,50 @@ def test_change_is_sent_once_to_subscribers() -> None:
 
 
 def test_additional_names_extend_response() -> None:
-    stream = Subscription({"a": b"a1", "b": b"b1"}, "peer")
+    stream = Subscription({"a": encoded(b"a1"), "b": encoded(b"b1")}, "peer")
     assert values(ask(stream, "a", "b", answering=ask(stream, "b"))) == [b"a1", b"b1"]
 
 
 def test_acknowledgement_of_older_response_is_ignored() -> None:
-    pools = {"a": b"a1", "b": b"b1"}
+    pools = {"a": encoded(b"a1"), "b": encoded(b"b1")}
     stream = Subscription(pools, "peer")
     first = ask(stream, "a")
-    pools["a"] = b"a2"
+    pools["a"] = encoded(b"a2")
     second = stream.due()
     assert ask(stream, "b", answering=first) is None
     assert ask(stream, "a", answering=second) is None
 
 
 def test_refusal_is_logged_once_and_not_sent_again(logged: Logged) -> None:
-    pools = {"a": b"a1"}
+    pools = {"a": encoded(b"a1")}
     stream = Subscription(pools, "peer")
     first = ask(stream, "a")
     assert ask(stream, "a", answering=first, refusal="no such locality") is None
     assert ask(stream, "a", answering=first) is None
     (line,) = logged.lines(REFUSED)
     assert (line["reason"], line["node"]) == ("no such locality", "envoy-1")
-    pools["a"] = b"a2"
+    pools["a"] = encoded(b"a2")
     assert values(stream.due()) == [b"a2"]
 
 
 def test_pool_without_known_replica_is_sent_later(logged: Logged) -> None:
-    pools: dict[str, bytes | None] = {"a": None, "b": b"b1"}
+    pools: dict[str, Callable[[], bytes] | None] = {"a": None, "b": encoded(b"b1")}
     stream = Subscription(pools, "peer")
     assert ask(stream, "a") is None
-    pools["a"] = b"a1"
+    pools["a"] = encoded(b"a1")
     assert values(stream.due()) == [b"a1"]
     assert not logged.lines(UNKNOWN)
 
 
 def test_unknown_pool_is_logged_with_known_pools(logged: Logged) -> None:
-    stream = Subscription({"default": b"a1"}, "peer")
+    stream = Subscription({"default": encoded(b"a1")}, "peer")
     assert ask(stream, "mine") is None
     (line,) = logged.lines(UNKNOWN)
     assert (line["requested"], line["served"], line["node"]) == ("mine", "default", "envoy-1")
 
 
 def test_servers_give_equal_lists_equal_versions() -> None:
-    answers = [ask(Subscription({"a": b"a1"}, "peer"), "a") for _ in range(2)]
+    answers = [ask(Subscription({"a": encoded(b"a1")}, "peer"), "a") for _ in range(2)]
     assert len({answer.version_info for answer in answers if answer is not None}) == 1
 
 
@@ -146,7 +153,7 @@ async def response(call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> Discovery
 
 @pytest.fixture
 async def eds() -> AsyncIterator[RunningEds]:
-    server = EdsServer({"a": b"a1"}, MutualTlsSettings())
+    server = EdsServer({"a": encoded(b"a1")}, MutualTlsSettings())
     port = await server.start("127.0.0.1:0")
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield RunningEds(server, channel)
@@ -158,11 +165,37 @@ async def test_ended_stream_is_forgotten(eds: RunningEds) -> None:
         call = eds.stream()
         await call.write(request("a"))
         await response(call)
-        eds.server.put("a", b"a%d" % number)
+        eds.server.put("a", encoded(b"a%d" % number))
         assert values(await response(call)) == [b"a%d" % number]
         await call.done_writing()
         assert await call.code() == grpc.StatusCode.OK
     assert not eds.server.streams
+
+
+async def test_first_list_does_not_wait_for_further_changes(
+    eds: RunningEds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eds_server, "_SETTLE_S", 2 * PATIENCE_S)
+    call = eds.stream()
+    await call.write(request("a"))
+    assert values(await response(call)) == [b"a1"]
+
+
+async def test_successive_changes_are_encoded_once_and_sent_together(
+    eds: RunningEds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eds_server, "_SETTLE_S", 0.2)
+    calls = eds.stream(), eds.stream()
+    for call in calls:
+        await call.write(request("a"))
+        await response(call)
+    encode = Mock(return_value=b"a4")
+    for _ in range(3):
+        eds.server.put("a", encode)
+        for _ in range(10):  # turns of the event loop, in which streams notice the change
+            await asyncio.sleep(0)
+    assert [values(await response(call)) for call in calls] == [[b"a4"]] * 2
+    encode.assert_called_once_with()
 
 
 async def test_garbage_ends_only_its_stream(eds: RunningEds, logged: Logged) -> None:

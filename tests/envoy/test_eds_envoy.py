@@ -4,6 +4,7 @@ import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +74,8 @@ async def serving(
     members: Mapping[str, HealthStatus], files: MutualTlsSettings = PLAIN
 ) -> AsyncIterator[tuple[EdsServer, dict[str, Any], int]]:
     """Serve a pool; yield a bootstrap that subscribes to it, and the port of its listener."""
-    server, port = EdsServer({POOL: load_assignment(POOL, members)}, files), free_port()
+    pools = {POOL: partial(load_assignment, POOL, members)}
+    server, port = EdsServer(pools, files), free_port()
     tree = asking(port, await server.start("127.0.0.1:0"))
     try:
         yield server, tree, port
@@ -113,7 +115,7 @@ async def test_refused_update_is_logged_and_old_members_stay(
         running(tmp_path, tree, port) as envoy,
     ):
         await envoy.members.have(**{a: "HEALTHY"})
-        server.put(POOL, load_assignment(POOL, healthy("no-address:80")))
+        server.put(POOL, partial(load_assignment, POOL, healthy("no-address:80")))
         line = await logged.line("envoy refused a list of replicas and keeps the old list")
         assert line["node"] == "envoy"
         assert "no-address" in str(line["reason"])

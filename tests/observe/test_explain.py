@@ -291,6 +291,10 @@ async def test_missing_router_is_an_error_of_one_line(run: Run, command: str) ->
         ("[", "no list of decisions (Input data was truncated)"),
         ("{}", "no list of decisions (Expected `array`, got `object`)"),
         ("[{}]", "no list of decisions (Object missing required field `number` - at `$[0]`)"),
+        (
+            '[{"number": "1"}]',
+            "if the router has another version, run the 'extproc explain' of that",
+        ),
     ],
 )
 async def test_server_that_is_no_router_is_an_error_of_one_line(

@@ -68,11 +68,14 @@ async def test_new_reader_misses_no_state(redis_server: RedisServer, writer: Sta
 
 
 async def test_reader_follows_redis(
-    redis_server: RedisServer, writer: StateWriter, logged: Logged
+    redis_server: RedisServer, redis_client: Redis, writer: StateWriter, logged: Logged
 ) -> None:
     await writer.put([A])
     async with reading(redis_server.url) as following:
         assert await following() == Snapshot((A,))
+        await StateWriter(redis_client, "another-pool", ttl_s=60).put([A])
+        await writer.put([B])
+        assert await following() == Put(B)
         await redis_server.kill()
         with pytest.raises(RedisError):
             await writer.put([A])

@@ -61,8 +61,9 @@ class Journal:
             for decision in convert(page, list[DecisionRecord]):
                 self._last_decision = decision.number
                 self._decisions[decision.request_id] = decision
-        if page is None:
-            self._last_decision = 0  # router down: once restarted, it counts from 1 again
+        if page is None and self._last_decision:
+            self._last_decision = 0  # once restarted, the router counts from 1 again
+            return []  # unless the next read fails too, decisions of the logged requests follow
         logged, self._logged = self._logged, []
         ended = [Entry(access, self._decisions.pop(access.request_id, None)) for access in logged]
         self.entries |= {entry.access.request_id: entry for entry in ended}

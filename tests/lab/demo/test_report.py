@@ -5,9 +5,11 @@ from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from extproc.lab.demo import journal
 from extproc.lab.demo.journal import Entry
 from extproc.lab.demo.report import Report, Run
 from extproc.lab.harness.envoy_config import Access, AccessLog
@@ -15,6 +17,18 @@ from extproc.lab.harness.samples import samples
 from extproc.lab.harness.traffic import Answer
 from extproc.observe.decision import DecisionRecord
 
+LOGGED = {
+    "request_id": "one",
+    "method": "POST",
+    "path": "/v1/completions",
+    "status": 200,
+    "upstream": "10.0.0.1:80",
+    "destination": "10.0.0.1:80",
+    "flags": None,
+    "duration_ms": 500,
+    "request_header_latency_us": 400,
+    "request_body_total_latency_us": 1600,
+}
 NAMES = {"10.0.0.1:80": "fast", "10.0.0.2:80": "slow", "10.0.0.3:80": "idle"}
 WHY = (
     "fast-2 finishes it in 0.62 s, fast-1 in 0.61 s: as good as equal, and here the first token "
@@ -123,18 +137,11 @@ def test_ended_request_has_a_reason(decided: bool, status: int, why: str) -> Non
 def test_access_log_has_the_time_added_by_the_router(
     tmp_path: Path, headers_us: object, body_us: object, added_ms: float | None
 ) -> None:
-    record = {
-        "request_id": "one",
-        "method": "POST",
-        "path": "/v1/completions",
-        "status": 200,
-        "upstream": "10.0.0.1:80",
-        "destination": "10.0.0.1:80",
-        "flags": None,
-        "duration_ms": 500,
+    latencies = {
         "request_header_latency_us": headers_us,
         "request_body_total_latency_us": body_us,
     }
+    record = LOGGED | latencies
     file = tmp_path / "access.log"
     file.write_text(f"{json.dumps(record)}\n{json.dumps(record | {'method': 'GET'})}\nhalf a l")
     log = AccessLog(file)
@@ -142,3 +149,22 @@ def test_access_log_has_the_time_added_by_the_router(
     assert access.added_ms == added_ms
     assert access.duration_s == 0.5
     assert log.new() == []
+
+
+async def test_only_second_failed_read_leaves_logged_request_without_decision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages: list[object] = []
+    monkeypatch.setattr(journal, "get_json", AsyncMock(side_effect=lambda _: pages.pop(0)))
+    stack = Mock(access_log=tmp_path / "access.log", router_admin="http://router")
+    demo = journal.Journal(stack)
+    reads: dict[str, list[object]] = {
+        "before": [[{"number": 1, "request_id": "before"}], []],
+        "failed read": [None, [{"number": 2, "request_id": "failed read"}], []],
+        "router down": [None, None],
+    }
+    for name, pages[:] in reads.items():
+        with stack.access_log.open("a") as log:
+            log.write(f"{json.dumps(LOGGED | {'request_id': name})}\n")
+        (entry,) = await demo.settle([name])
+        assert (entry.fallback, pages) == (name == "router down", [])
