@@ -41,6 +41,7 @@ class EngineFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
     generated_tokens: Finite = 0.0
     first_tokens: Finite = 0.0  # sequences whose prefill has ended
     accepted_tokens: Finite = 0.0  # drafted tokens that speculative decoding accepted
+    preemptions: Finite = 0.0  # sequences preempted
 
     output_lengths: tuple[tuple[Finite, Finite], ...] = ()
     """Histogram: pairs of an upper bound in tokens, and the number of requests that generated at

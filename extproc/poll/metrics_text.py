@@ -20,7 +20,6 @@ _CACHED_EARLY = (  # vLLM up to 0.15: counted at admission
     "gpu_prefix_cache_hits_total",
     "gpu_prefix_cache_hits",
 )
-_ACCEPTED = "spec_decode_num_accepted_tokens"
 _ADAPTERS = "lora_requests_info"
 _LENGTHS = "request_generation_tokens_bucket"
 _SLEEP = "engine_sleep_state"
@@ -29,9 +28,9 @@ _SET = b"\nvllm:lora_requests_info{"
 _READ = (  # parts of a pattern: names that the parser reads; counters may end in ``_total``
     r"num_requests_(?:running|waiting)|(?:gpu|kv)_cache_usage_perc|gpu_prefix_cache_hits",
     r"prefix_cache_hits|cache_config_info|iteration_tokens_total_count|prompt_tokens(?:_cached)?",
-    r"generation_tokens|time_to_first_token_seconds_count|request_success",
-    r"request_(?:prefill|decode)_time_seconds_sum",
-    *(_ACCEPTED, _ADAPTERS, _LENGTHS, _SLEEP),
+    r"generation_tokens|time_to_first_token_seconds_count|num_preemptions|request_success",
+    r"request_(?:prefill|decode)_time_seconds_sum|spec_decode_num_accepted_tokens",
+    *(_ADAPTERS, _LENGTHS, _SLEEP),
 )
 _LINE = re.compile(rf"\nvllm:((?:{'|'.join(_READ)})(?:_total)?)([{{ ].*)")
 _START = re.compile(r"\nprocess_start_time_seconds([{ ].*)")
@@ -119,7 +118,10 @@ def read_metrics(page: bytes) -> PageFigures:
         cached_tokens=_sum(series, cached),
         generated_tokens=_sum(series, "generation_tokens_total", "generation_tokens"),
         first_tokens=_sum(series, "time_to_first_token_seconds_count"),
-        accepted_tokens=_sum(series, f"{_ACCEPTED}_total", _ACCEPTED),
+        accepted_tokens=_sum(
+            series, "spec_decode_num_accepted_tokens_total", "spec_decode_num_accepted_tokens"
+        ),
+        preemptions=_sum(series, "num_preemptions_total", "num_preemptions"),
         finished=_sum(series, "request_success_total"),
         prefill_s=_sum(series, "request_prefill_time_seconds_sum"),
         decode_s=_sum(series, "request_decode_time_seconds_sum"),

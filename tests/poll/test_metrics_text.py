@@ -38,22 +38,22 @@ encoder     bert  0       0       0                    0         128   2     120
 has no KV cache, though its label is 1."""
 NUMBERS = (
     *("running", "waiting", "kv_usage", "kv_tokens", "block_size", "steps", "prompt_tokens"),
-    *("cached_tokens", "generated_tokens", "first_tokens", "accepted_tokens", "finished"),
-    *("prefill_s", "decode_s"),
+    *("cached_tokens", "generated_tokens", "first_tokens", "accepted_tokens", "preemptions"),
+    *("finished", "prefill_s", "decode_s"),
 )
-# First tokens, accepted, finished; seconds of prefill and of decoding.
+# First tokens, accepted, preempted, finished; seconds of prefill and of decoding.
 OTHERS: dict[str, tuple[list[float], dict[str, Any]]] = {
-    "idle": ([0, 0, 0], {}),
-    "busy": ([4, 0, 0], {"max_loras": 1}),
-    "kv-pressure": ([8, 0, 5, 0.8538, 7.8946], {}),
-    "two-engines": ([16, 0, 16, 0.3099, 4.6546], {"engines": 2}),
-    "ngram": ([6, 289, 6, 2.0713, 2.8378], {}),
-    "embeddings": ([26, 0, 26, 6.6665], {}),
-    "encoder": ([12, 0, 12, 0.3817], {"prefix_caching": False}),
-    "0.31": ([17, 402, 9, 96.5108, 2.9495], {}),
-    "0.29": ([16, 0, 8, 61.2663, 9.9894], {}),
-    "0.15": ([16, 0, 8, 76.0375, 5.6158], {"cached_early": True}),
-    "0.10": ([3, 3, 1, 100.0, 0.1], {"cached_early": True}),
+    "idle": ([0, 0, 0, 0], {}),
+    "busy": ([4, 0, 0, 0], {"max_loras": 1}),
+    "kv-pressure": ([8, 0, 1, 5, 0.8538, 7.8946], {}),
+    "two-engines": ([16, 0, 0, 16, 0.3099, 4.6546], {"engines": 2}),
+    "ngram": ([6, 289, 0, 6, 2.0713, 2.8378], {}),
+    "embeddings": ([26, 0, 0, 26, 6.6665], {}),
+    "encoder": ([12, 0, 0, 12, 0.3817], {"prefix_caching": False}),
+    "0.31": ([17, 402, 0, 9, 96.5108, 2.9495], {}),
+    "0.29": ([16, 0, 0, 8, 61.2663, 9.9894], {}),
+    "0.15": ([16, 0, 0, 8, 76.0375, 5.6158], {"cached_early": True}),
+    "0.10": ([3, 3, 1, 1, 100.0, 0.1], {"cached_early": True}),
 }
 
 
@@ -123,9 +123,10 @@ def test_series_names_of_older_vllm_versions_are_read() -> None:
         b'vllm:generation_tokens{model_name="m"} 20.0\n'
         b'vllm:time_to_first_token_seconds_count{model_name="m"} 6.0\n'
         b'vllm:spec_decode_num_accepted_tokens{model_name="m"} 5.0\n'
+        b'vllm:num_preemptions{model_name="m"} 3.0\n'
     )
     numbers: dict[str, Any] = dict(
-        zip(NUMBERS, (1, 2, 0.5, 16_000, 16, 0, 10, 4, 20, 6, 5), strict=False)
+        zip(NUMBERS, (1, 2, 0.5, 16_000, 16, 0, 10, 4, 20, 6, 5, 3), strict=False)
     )
     assert figures == PageFigures(models=("m",), **numbers, cached_early=True)
 

@@ -182,6 +182,7 @@ class MachinePoller:
             generated_tokens=counters.generated_tokens,
             first_tokens=counters.first_tokens,
             accepted_tokens=counters.accepted_tokens,
+            preemptions=counters.preemptions,
             finished=counters.finished.total(),
             started_at=self._machine.started_at,
             prefill_s=self._machine.prefill_s,
