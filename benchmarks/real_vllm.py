@@ -22,6 +22,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from benchmarks import arguments
+from benchmarks.attached import attached_replicas
 from benchmarks.fit.replay import described
 from benchmarks.summary import rank_correlation
 from extproc.cli.arguments import above_zero, probability, whole
@@ -158,7 +159,7 @@ async def _compare(args: argparse.Namespace, logs: Path) -> list[dict[str, Any]]
     plan += [(policy, policy, sent) for policy in args.policy]
     runs = []
     servers = arguments.servers_by_name(args.servers)
-    replicas = arguments.attached_replicas(servers, dict.fromkeys(servers, args.profile))
+    replicas = attached_replicas(servers, dict.fromkeys(servers, args.profile))
     async with Stack(logs, replicas) as stack:
         for name, policy, planned in plan:
             runs.append(await measure(stack, policy, name, planned))

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.arguments import attached_replicas
+from benchmarks.attached import attached_replicas
 from benchmarks.compare.contenders import ComparedFleet, Front, Requests, Servers
 from benchmarks.discrete import poll_interval
 from extproc.lab.harness.envoy_config import (

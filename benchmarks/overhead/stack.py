@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.arguments import attached_replicas
+from benchmarks.attached import attached_replicas
 from benchmarks.overhead.client import ClientReport
 from benchmarks.states import PROFILE, addresses
 from extproc.lab.harness.envoy_config import TEMPLATE, Bootstrap, drop_ext_proc, manager_of
