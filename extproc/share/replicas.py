@@ -22,7 +22,7 @@ from extproc.share.connection import Keys, in_time, outage
 from extproc.share.envelope import EnvelopeKind, Skips, sealed_list
 from extproc.share.reader import ChannelReader, keys_after, stored_values
 
-_MOST_LISTS = 256  # lists that a reader remembers; with 500 adapters each they take 20 MB
+_MOST_LISTS = 256  # remembered lists; with 500 adapters each they take a reader 20 MB
 _MAX_IN_MESSAGE = 16
 """Limit of states in a message. To receive a message costs a router as much as to apply one state;
 16 states block the router's event loop for a millisecond."""
@@ -133,7 +133,7 @@ def _sealed(state: ReplicaState) -> bytes:
     return PUT.seal(Put(structs.replace(state, models=(), adapters=()), name))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(_MOST_LISTS)
 def _sealed_lists(models: tuple[str, ...], adapters: tuple[str, ...]) -> tuple[str, bytes]:
     """Returns the hash and the envelope of these lists."""
     value = LISTS.seal(Lists(models, adapters))
