@@ -56,7 +56,6 @@ _SHARED_TOKENS = 200
 _BYTES_PER_TOKEN = 4
 _OUTPUT_TOKENS = 200.0
 _BOUNDS = (256, 512, 1024, 2048, None)
-_EDGES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)  # buckets of vLLM, in tokens
 _HARDWARE = "llama-8b-h100"
 _STEP = 0.01  # seconds of a step, on every replica
 _KV_USAGE = 0.02
@@ -345,7 +344,6 @@ class SteadyRouter:
             running=self._fleet.in_flight_on(name),
             kv_usage=self._kv_usage,
             steps=now / _STEP,
-            output_lengths=tuple((edge, now) for edge in _EDGES),
             scraped_at=now,
         )
 

@@ -15,8 +15,6 @@ PROFILE = "llama-8b-h100"
 _TTL_S = 10.0
 _TICK_S = 0.02  # states are written in batches, as pollers write them
 _STEPS_A_SECOND = 100.0
-_ANSWERS_A_SECOND = 2.0
-_EDGES = (10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0)  # edges of buckets, in tokens
 
 
 def addresses(replicas: int, port: int) -> list[str]:
@@ -27,7 +25,7 @@ def addresses(replicas: int, port: int) -> list[str]:
 def state(address: str, at: float, random: Random) -> ReplicaState:
     """State of a busy replica, scraped ``at`` seconds after the replica started."""
     running = random.randint(4, 20)
-    steps, answers = _STEPS_A_SECOND * at, int(_ANSWERS_A_SECOND * at)
+    steps = _STEPS_A_SECOND * at
     return ReplicaState(
         id=address,
         profile=PROFILE,
@@ -42,9 +40,6 @@ def state(address: str, at: float, random: Random) -> ReplicaState:
         prompt_tokens=steps * 15,
         cached_tokens=steps * 5,
         generated_tokens=steps * 10,
-        output_lengths=tuple(
-            (edge, float((answers + bar) // len(_EDGES))) for bar, edge in enumerate(_EDGES)
-        ),
         scraped_at=time.time(),
         scrape_seconds=0.005,
     )

@@ -43,10 +43,6 @@ class EngineFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
     accepted_tokens: Finite = 0.0  # drafted tokens that speculative decoding accepted
     preemptions: Finite = 0.0  # sequences preempted
 
-    output_lengths: tuple[tuple[Finite, Finite], ...] = ()
-    """Histogram: pairs of an upper bound in tokens, and the number of requests that generated at
-    most this many tokens, but more than the previous bound. The bucket ``+Inf`` is missing."""
-
 
 @final
 class ReplicaState(EngineFigures, frozen=True, kw_only=True, omit_defaults=True):

@@ -6,7 +6,6 @@ from math import inf
 from uuid import uuid4
 
 import numpy as np
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from extproc.fleet.adapters import AdapterSlots
@@ -140,8 +139,6 @@ class Fleet:
             if state.started_at and before.started_at
             else state.scraped_at < before.scraped_at
         )
-        if is_older:  # the next poll is compared with the newest histogram
-            state = replace(state, output_lengths=before.output_lengths)
         self.members.by_row[row] = state
         if before.models != state.models:
             gone = (model for model in before.models if model not in state.models)
@@ -160,7 +157,6 @@ class Fleet:
             self._progress.invalidate()
         if ignored:
             return
-        self._learn_lengths(state, () if restarted else before.output_lengths)
         if restarted:
             self._reconciliation.restarted(row, state.steps)
             self._prefixes.clear(row)
@@ -179,14 +175,6 @@ class Fleet:
             step = step.slowed(self._unmeasured[row].slowness(step.usual))
         self._reconciliation.set_hardware(row, state, step)
         self._corrections.slowed(row, self._slower(row, before))
-
-    def _learn_lengths(self, state: ReplicaState, before: tuple[tuple[float, float], ...]) -> None:
-        """Learns from the growth of the replica's own histogram of output lengths."""
-        if state.output_lengths == before or not state.models:
-            return
-        known = dict(before)
-        counts = {edge: max(n - known.get(edge, 0.0), 0.0) for edge, n in state.output_lengths}
-        self.lengths.observe_counts(state.models[0], counts)
 
     def remove(self, replica: str) -> None:
         """Removes a replica from the members; its requests in flight stay until they end."""

@@ -38,7 +38,7 @@ class ReplicaLine(_Line, frozen=True, tag="replica"):
     """State of a replica from this time on; None if the replica left the pool.
 
     The ``learned`` of the state has the step times that predictions used. Fields that what-if does
-    not need have their defaults: ``output_lengths``, ``scrape_seconds``, ``life_s``, ``kv_update``.
+    not need have their defaults: ``scrape_seconds``, ``life_s``, ``kv_update``.
     """
 
     id: str

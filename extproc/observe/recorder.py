@@ -253,8 +253,6 @@ def _fields_of(profile: RequestProfile) -> dict[str, Any]:
 def _line_of(now: float, state: ReplicaState, view: FleetView, place: int) -> ReplicaLine:
     costs = view.c0, view.c_prefill, view.c_batch, view.c_kv
     step = StepModel(*(cost.item(place) for cost in costs))
-    recorded = structs.replace(
-        state, learned=step, output_lengths=(), scrape_seconds=0.0, life_s=0.0, kv_update=None
-    )
+    recorded = structs.replace(state, learned=step, scrape_seconds=0.0, life_s=0.0, kv_update=None)
     limits = view.token_budget, view.max_num_seqs, view.tokens_per_step
     return ReplicaLine(now, state.id, recorded, *(limit.item(place) for limit in limits))

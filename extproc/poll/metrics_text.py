@@ -21,7 +21,6 @@ _CACHED_EARLY = (  # vLLM up to 0.15: counted at admission
     "gpu_prefix_cache_hits",
 )
 _ADAPTERS = "lora_requests_info"
-_LENGTHS = "request_generation_tokens_bucket"
 _SLEEP = "engine_sleep_state"
 _SET = b"\nvllm:lora_requests_info{"
 
@@ -30,11 +29,10 @@ _READ = (  # parts of a pattern: names that the parser reads; counters may end i
     r"prefix_cache_hits|cache_config_info|iteration_tokens_total_count|prompt_tokens(?:_cached)?",
     r"generation_tokens|time_to_first_token_seconds_count|num_preemptions|request_success",
     r"request_(?:prefill|decode)_time_seconds_sum|spec_decode_num_accepted_tokens",
-    *(_ADAPTERS, _LENGTHS, _SLEEP),
+    *(_ADAPTERS, _SLEEP),
 )
 _LINE = re.compile(rf"\nvllm:((?:{'|'.join(_READ)})(?:_total)?)([{{ ].*)")
 _START = re.compile(r"\nprocess_start_time_seconds([{ ].*)")
-_EDGE = re.compile(r"\d{1,9}(?:\.\d+)?(?:e\+\d\d)?", re.ASCII)
 _ESCAPE = re.compile(r"\\(.)")
 
 _Series = dict[str, list[str]]
@@ -126,7 +124,6 @@ def read_metrics(page: bytes) -> PageFigures:
         prefill_s=_sum(series, "request_prefill_time_seconds_sum"),
         decode_s=_sum(series, "request_decode_time_seconds_sum"),
         cached_early=cached in _CACHED_EARLY,
-        output_lengths=_output_lengths(series),
         engines=len(running),
         prefix_caching=all(_label("enable_prefix_caching", line) != "False" for line in configs),
         max_loras=max_loras,
@@ -210,20 +207,6 @@ def _kv_cache(configs: list[str]) -> tuple[int, int]:
     if blocks > len(configs):
         tokens = tokens or blocks * block_size
     return block_size, tokens
-
-
-def _output_lengths(series: _Series) -> tuple[tuple[float, float], ...]:
-    """Returns for each bucket the upper bound in generated tokens, and the number of requests."""
-    below: dict[float, float] = {}
-    for line, requests in zip(series.get(_LENGTHS, ()), _values(series, _LENGTHS), strict=True):
-        if _EDGE.fullmatch(edge := _label("le", line)):
-            below[float(edge)] = below.get(float(edge), 0.0) + requests
-    edges = sorted(below)
-    counts = [below[edge] for edge in edges]
-    return tuple(
-        (edge, max(count - before, 0.0))
-        for edge, count, before in zip(edges, counts, [0.0, *counts], strict=False)
-    )
 
 
 def _adapters(series: _Series) -> tuple[int, tuple[str, ...]]:

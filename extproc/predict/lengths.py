@@ -1,8 +1,7 @@
 """Output lengths: the tokens that a request will generate, learned from requests that ended."""
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from bisect import bisect_left
+from collections.abc import Sequence
 from math import inf
 
 import numpy as np
@@ -23,7 +22,6 @@ _DECAY = 0.998  # weight of older observations after each new one: a memory of a
 _MOST_KINDS = 512
 """Limit of the kinds without a tenant, and also of the kinds with a tenant: under a common limit,
 tenants that a client invents would displace all other kinds."""
-_MOST_COUNTED = 200.0  # limit of the requests that one reading of a replica's own histogram adds
 
 _NONE = 1e-9  # weight of sequences below which a suffix of the histogram counts as empty
 _SUMS = len(_LENGTHS_LIST) + 1  # suffix sums of a histogram
@@ -130,23 +128,6 @@ class OutputLengths:
             sums[:, :, bucket:] *= 1.0 + 1.0 / total
         self._sums[:, rows] = sums
 
-    def observe_counts(self, model: str, counts: Mapping[float, float]) -> None:
-        """Learns from new counts of a replica's own histogram of output lengths.
-
-        Args:
-            model: model that the replica serves.
-            counts: buckets in rising order: upper bound in tokens → new requests.
-        """
-        total = float(sum(counts.values()))
-        if total > 0:
-            rows = self._rows_to_learn([(model,)])
-            weight = min(total, _MOST_COUNTED)
-            seen = np.array([*counts.values()]) * (weight / total) @ _spread(tuple(counts))
-            for row in rows:
-                sums = self._sums[:, row]
-                sums *= _DECAY**weight
-                sums += seen
-
     def _rows_to_learn(self, kinds: Sequence[_Kind]) -> list[int]:
         """Rows that learn from a request of these kinds. A new row starts as a copy of the row of
         the next coarser kind."""
@@ -217,20 +198,6 @@ class OutputLengths:
         total /= survivors
         left = np.maximum(np.maximum(total, least) - progress, 1.0)
         return np.minimum(left, bound - progress)
-
-
-@lru_cache(maxsize=16)
-def _spread(edges: tuple[float, ...]) -> Floats:
-    """Returns suffix sums of one request in each bucket of a replica's histogram, spread evenly
-    over the bucket's lengths. ``edges``: upper bounds of the buckets. Results are cached, because
-    replicas use few different bounds."""
-    shares = np.zeros((len(edges), len(_LENGTHS)))
-    lower = 0
-    for share, edge in zip(shares, edges, strict=True):
-        upper = max(bisect_right(_LENGTHS_LIST, edge), lower + 1)
-        share[lower:upper] = 1.0 / (upper - lower)
-        lower = min(upper, len(_LENGTHS) - 1)
-    return _suffix_sums(shares)
 
 
 def _bucket(tokens: float) -> int:

@@ -337,17 +337,6 @@ def test_longest_prompt_fits_into_one_engine(fleet: Fleet, clock: ManualClock) -
     assert fleet.view(MODEL).longest_prompt[0] == 8192
 
 
-def test_replicas_histogram_teaches_output_lengths(fleet: Fleet, clock: ManualClock) -> None:
-    def put(short: float, long: float) -> float:
-        counts, steps = ((20.0, short), (50.0, 0.0), (1000.0, long)), short + long
-        fleet.put(state(1, A10, clock, steps=steps, output_lengths=counts, started_at=1e9))
-        return fleet.lengths.expected(fleet.lengths.row(chat(10)), 4096)
-
-    assert put(100.0, 0.0) < 40
-    assert (now := put(100.0, 2000.0)) > 200
-    assert put(100.0, 1900.0) == now, "another poller's late poll"
-
-
 # -- correction of predictions --------------------------------------------------------------
 
 

@@ -205,17 +205,6 @@ def test_nine_of_ten_sequences_do_not_exceed_p90() -> None:
     assert outputs.p90(row, 64) == 64
 
 
-def test_lengths_of_a_model_are_learned_from_a_replicas_histogram() -> None:
-    outputs = OutputLengths()
-    outputs.observe_counts("llama", {10.0: 0.0, 20.0: 90.0, 50.0: 10.0, float("inf"): 0.0})
-    row = outputs.row(request())
-    seen = outputs.expected(row, FREE)
-    assert seen < 30
-    assert outputs.p90(row, FREE) <= 50
-    outputs.observe_counts("llama", {10.0: 0.0, float("inf"): 0.0})
-    assert outputs.expected(row, FREE) == seen
-
-
 def test_2000_tenants_leave_histograms_for_a_new_model() -> None:
     outputs = OutputLengths()
     for number in range(2000):

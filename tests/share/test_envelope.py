@@ -208,7 +208,7 @@ FIELDS = {
     ReplicaState: (
         "models max_loras adapters_in_use engines running waiting kv_usage kv_tokens "
         "block_size prefix_caching asleep started_at steps prompt_tokens cached_tokens "
-        "generated_tokens first_tokens accepted_tokens preemptions output_lengths id name "
+        "generated_tokens first_tokens accepted_tokens preemptions id name "
         "profile learned measured listed adapters max_model_len takes_priority by_priority "
         "healthy problem draining unanswered_s kv_update scraped_at scrape_seconds life_s "
         "refuses most_running max_num_seqs tokens_per_step"

@@ -10,8 +10,7 @@ from msgspec import structs
 
 from extproc.ground.runtime import Backoff
 from extproc.lab.simulator.engine import Engine
-from extproc.lab.simulator.metrics import TOKENS
-from extproc.lab.simulator.steps import Histogram, StepOutcome
+from extproc.lab.simulator.steps import StepOutcome
 from extproc.poll.batch import scraped_state
 from extproc.poll.metrics_text import PageFigures
 from extproc.predict.estimator import Estimator, FleetPrior
@@ -65,8 +64,7 @@ class Machine:
         """End the process; all its requests are lost."""
         self.engine = self._make(self.profile)
         self.engine.slow_down(self._slow)
-        self.output_lengths = Histogram(TOKENS)  # as on the metrics page, like the next two
-        self.prefill_s = self.decode_s = 0.0
+        self.prefill_s = self.decode_s = 0.0  # as on the metrics page
         self._hung_at: float | None = None
         self.up = False  # the process runs, and accepts connections
 
@@ -91,7 +89,6 @@ class Machine:
         """Run every step that ends by ``until``; return the outcomes."""
         outcomes = self.engine.advance(until) if self.works else []
         for sequence in chain.from_iterable(outcome.finished for outcome in outcomes):
-            self.output_lengths.observe(sequence.output_tokens)
             admitted, first, end = sequence.admitted, sequence.first_token, sequence.finished
             if admitted is not None and first is not None and end is not None:
                 self.prefill_s += first - admitted
@@ -164,7 +161,6 @@ class MachinePoller:
         engine = self._machine.engine
         gauges, counters = engine.gauges, engine.counters
         cached = counters.prefix_hits if engine.old_counters else counters.cached_tokens
-        lengths = self._machine.output_lengths
         return PageFigures(
             models=self.base.models,
             asleep=self.base.asleep,
@@ -188,5 +184,4 @@ class MachinePoller:
             prefill_s=self._machine.prefill_s,
             decode_s=self._machine.decode_s,
             cached_early=engine.old_counters,
-            output_lengths=tuple(zip(lengths.bounds, map(float, lengths.counts), strict=False)),
         )
