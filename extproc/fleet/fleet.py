@@ -212,7 +212,6 @@ class Fleet:
                 row,
                 steps=state.steps,
                 polled_steps=state.steps,
-                polled_firsts=state.first_tokens,
                 chunk=1.0,
                 stretch=1.0,
                 sampled_at=inf,

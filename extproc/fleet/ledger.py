@@ -12,7 +12,6 @@ from extproc.predict.inputs import Floats, Indices
 from extproc.predict.lengths import OutputLengths
 from extproc.request.profile import RequestProfile
 
-_TOKENIZED = 5e-6  # seconds of the tokenizer for each token of a prompt
 LATE_S = 2.0  # time without a poll after which a replica's steps are only predicted
 
 Ticket = NewType("Ticket", int)  # a request's place in the ledger, from dispatch to release
@@ -51,7 +50,7 @@ class Ledger:
         begin, cut = lengths.place(kind, bound)
         each = profile.prompt_tokens / max(profile.sequences, 1)
         new = profile.prompt_tokens - cached
-        prompt_end, turn = self._enqueue(replica, new, profile.parts, profile.priority)
+        prompt_end = self._enqueue(replica, new, profile.priority)
         self._tickets += 1
         ticket = Ticket(self._tickets)
         row = self._row[ticket] = self._requests.append(
@@ -61,12 +60,10 @@ class Ledger:
             priority=profile.priority,
             generated=0.0,
             sent_at=now,
-            tokenized_at=now + _TOKENIZED * profile.prompt_tokens,
             prompt=new,
             each=each,
             prompt_end=prompt_end,
             parts=profile.parts,
-            turn=turn,
             steps_before=inf,
             began_at=0.0,
             bound=bound,
@@ -118,8 +115,8 @@ class Ledger:
         requests.until[row] = 0.0
         whole = requests.each.item(row) * max(requests.weight.item(row), 1.0)
         requests.prompt[row] = max(whole - cached, min(whole, 1.0))
-        requests.prompt_end[row], requests.turn[row] = self._enqueue(
-            replica, requests.prompt[row], requests.parts[row], requests.priority.item(row)
+        requests.prompt_end[row] = self._enqueue(
+            replica, requests.prompt.item(row), requests.priority.item(row)
         )
         count(self._replicas, requests, row, 1)
         self._progress.invalidate()
@@ -144,14 +141,10 @@ class Ledger:
             self._row[requests.ticket.item(row)] = row
         return replica
 
-    def _enqueue(
-        self, replica: int, tokens: float, parts: float, priority: float
-    ) -> tuple[float, float]:
+    def _enqueue(self, replica: int, tokens: float, priority: float) -> float:
         """Queues a prompt behind all others, or before prompts of lower priority; returns the
-        columns ``prompt_end`` and ``turn`` of its request."""
+        column ``prompt_end`` of its request."""
         replicas, requests = self._replicas, self._requests
-        turn = replicas.sent.item(replica) + parts
-        replicas.sent[replica] = turn
         prompt_end = replicas.enqueued.item(replica) + tokens
         replicas.enqueued[replica] = prompt_end
         backlog = (
@@ -162,10 +155,8 @@ class Ledger:
             behind = self._behind(priority)
             behind = behind[requests.replica[behind] == replica]
             prompt_end -= requests.prompt[behind].sum().item()
-            turn -= requests.parts[behind].sum().item()
             requests.prompt_end[behind] += tokens
-            requests.turn[behind] += parts
-        return prompt_end, turn
+        return prompt_end
 
     def _behind(self, priority: float) -> Indices:
         """Returns the rows of requests with a lower priority whose prefill has not begun, on
@@ -193,11 +184,8 @@ class Ledger:
         if requests.steps_before.item(row) < inf or missing <= 0.0:
             return
         left = min(missing, requests.prompt.item(row))
-        turn, parts = requests.turn.item(row), requests.parts.item(row)
-        behind = ((requests.replica == replica) & (requests.turn >= turn)).nonzero()[0]
+        behind = ((requests.replica == replica) & (requests.prompt_end >= prompt_end)).nonzero()[0]
         requests.prompt_end[behind] -= left
-        requests.turn[behind] -= parts
-        replicas.sent[replica] -= parts
         enqueued = replicas.enqueued.item(replica) - left
         # Rounding errors could put the end of the queue before the prefilled tokens.
         replicas.enqueued[replica] = max(enqueued, replicas.prefilled.item(replica))
@@ -205,8 +193,7 @@ class Ledger:
     def _prefilled(self, row: int) -> None:
         requests, replicas = self._requests, self._replicas
         replica = requests.replica.item(row)
-        prompt_end, turn = requests.prompt_end.item(row), requests.turn.item(row)
+        prompt_end = requests.prompt_end.item(row)
         replicas.prefilled[replica] = max(replicas.prefilled.item(replica), prompt_end)
-        replicas.known[replica] = max(replicas.known.item(replica), turn)
         sent_at = max(replicas.prefilled_sent_at.item(replica), requests.sent_at.item(row))
         replicas.prefilled_sent_at[replica] = sent_at

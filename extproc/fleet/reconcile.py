@@ -14,6 +14,7 @@ from extproc.replica_state import STALE_AFTER_S, ReplicaState
 _SHORTEST_STEP = 1e-4  # seconds; no engine steps faster, whatever was learned
 _LATE = 0.3  # seconds of a scrape above which its figures are too old to tell external load
 _UNDER_WAY = 0.1  # seconds until the engine has a request, beside the tokenizer's
+_TOKENIZED = 5e-6  # seconds of the tokenizer for each token of a prompt
 
 
 class Reconciliation:
@@ -55,8 +56,6 @@ class Reconciliation:
         replicas, requests = self._replicas, self._requests
         requests.steps_before[requests.replica == row] -= replicas.steps[row] - steps
         replicas.steps[row] = replicas.polled_steps[row] = steps
-        replicas.begun[row] = replicas.sent[row]
-        replicas.polled_firsts[row] = 0.0
 
     def polled(self, row: int, state: ReplicaState, asked_at: float, now: float) -> Indices:
         """Corrects steps, prefills and external load by a poll.
@@ -74,7 +73,7 @@ class Reconciliation:
         sampled_at = asked_at + state.scrape_seconds / 2
         own: Indices = (requests.replica == row).nonzero()[0]
         self._correct_steps(row, own, state.steps, now - sampled_at)
-        order = own[requests.turn[own].argsort()]
+        order = own[requests.prompt_end[own].argsort()]
         self._correct_prefills(row, order, state, asked_at, now)
         at_poll = order[requests.sent_at[order] <= sampled_at]
         self._correct_external(row, at_poll, state)
@@ -139,91 +138,49 @@ class Reconciliation:
         known = float(np.where(begun, whole, part).sum()) + replicas.peers.item(KV, row)
         replicas.kv_unattributed[row] = polled - known
 
-    # -- prefills ---------------------------------------------------------------------------
-
     def _correct_prefills(
         self, row: int, order: Indices, state: ReplicaState, asked_at: float, now: float
     ) -> None:
-        """Corrects the prefilled prompt tokens to the range that the poll allows.
+        """Corrects the prefilled prompt tokens to the range that the replica's queue allows.
 
-        A replica prefills prompts in the order of arrival, and counts the sequences that got a
-        first token. If all requests are this router's, the count tells the last of its prompts that
-        was prefilled at the poll. The next prompt was unfinished. So the prefilled tokens were at
-        most the end of that prompt, or its start plus a step's token budget if that is more.
-
-        If other senders have requests on the replica, only the replica's queue tells the range.
-        Prompts that left the queue are prefilled, except for the last one or, if that is more, the
-        tokens of one step. If the queue is longer than the number of other senders' requests, the
-        excess is this router's, and not prefilled. Requests sent after the poll are not corrected.
+        A replica prefills prompts in the order of arrival (``order``: rows of this router's
+        requests). Prompts that left the queue are prefilled, except for the last of them or, if
+        that is more, the tokens of one step. If the queue is longer than the number of other
+        senders' requests, the excess is this router's: its last prompts, which are not prefilled.
         """
         replicas, requests = self._replicas, self._requests
-        counts_firsts = state.first_tokens > 0 or state.generated_tokens == 0
+        least, most = self._left_queue(row, order, state, asked_at), replicas.enqueued.item(row)
         others = replicas.peers.item(REQUESTS, row) + replicas.external.item(row)
-        queued = max(state.waiting - others, 0.0)
-        budget = replicas.token_budget.item(row)
-        begun = self._last_begun(row, order, state, queued, counts_firsts and not others)
-        admitted = self._admitted(row, order, state, asked_at, budget)
-        certain = requests.turn[order[requests.prompt_end[order] <= admitted]]
-        if len(certain) and certain[-1] > begun:  # aborted requests get no first token
-            begun = replicas.begun[row] = certain.item(-1)
+        queued = order[self._numbers(order) <= state.waiting - others]
+        if len(queued):
+            first = queued.item(0)
+            start = requests.prompt_end.item(first) - requests.prompt.item(first)
+            most = min(most, max(start, least) + self._prefill_rate(row) * (now - asked_at))
+        replicas.prefilled[row] = min(max(replicas.prefilled.item(row), least), most)
 
-        ahead = order[requests.turn[order] > begun]
-        least, most = replicas.enqueued.item(row), inf
-        if len(ahead):
-            first = ahead.item(0)
-            end = requests.prompt_end.item(first)
-            start = end - requests.prompt.item(first)
-            least = max(start, admitted)
-            if counts_firsts and (queued or not others) and requests.sent_at[first] <= asked_at:
-                rate = self._prefill_rate(row)
-                most = max(end, start + budget, least) + rate * (now - asked_at)
-        prefilled = min(max(replicas.prefilled.item(row), least), most)
-        replicas.prefilled[row] = min(prefilled, replicas.enqueued.item(row))
-
-    def _last_begun(
-        self, row: int, order: Indices, state: ReplicaState, queued: float, alone: bool
-    ) -> float:
-        """Returns the last ``turn`` (number of a sequence in order of prefills) with a first token.
-
-        ``queued``: sequences of this router in the replica's queue. ``alone``: the replica has no
-        requests of other senders.
-        """
-        replicas, requests = self._replicas, self._requests
-        known = replicas.known.item(row)
-        firsts = state.first_tokens - replicas.polled_firsts.item(row)
-        replicas.polled_firsts[row] = state.first_tokens
-        if alone:
-            # This poll includes first tokens observed before the previous poll, perhaps later ones.
-            begun = max(replicas.begun.item(row) + firsts, replicas.known_before.item(row))
-        else:
-            started = order[requests.steps_before[order] < inf]
-            begun = max(known, requests.turn.item(started[-1]) if len(started) else 0.0)
-        begun = replicas.begun[row] = min(begun, replicas.sent.item(row) - queued)
-        replicas.known_before[row] = known
-        # Several engines have a queue each, so a sequence with a token may have overtaken others.
-        return begun if state.engines > 1 else max(begun, known)
-
-    def _admitted(
-        self, row: int, order: Indices, state: ReplicaState, asked_at: float, budget: float
-    ) -> float:
+    def _left_queue(self, row: int, order: Indices, state: ReplicaState, asked_at: float) -> float:
         """Returns the prompt tokens that are certainly prefilled, because their requests left the
         replica's queue.
 
         vLLM's gauges date from the start of the step in progress at the poll. So only requests
         count that had certainly reached the engine before that start.
         """
-        requests = self._requests
+        requests, budget = self._requests, self._replicas.token_budget.item(row)
+        reached_at = requests.sent_at[order] + _TOKENIZED * requests.each[order]
         under_way = _UNDER_WAY + 2.0 * self._step_with(row, budget)
-        late = (requests.tokenized_at[order] > asked_at - under_way).nonzero()[0]
+        late = (reached_at > asked_at - under_way).nonzero()[0]
         settled = order[: late.item(0)] if len(late) else order
-        turns: Floats = requests.turn[settled]
-        most = turns[-1] - state.waiting if len(settled) else 0.0
-        admitted = settled[: int(turns.searchsorted(most, "right"))]
-        if not len(admitted):
+        left = settled[self._numbers(settled) > state.waiting]
+        if not len(left):
             return 0.0
-        last = admitted.item(-1)
+        last = left.item(-1)
         in_progress = max(budget, requests.prompt.item(last)) if state.running else 0.0
         return requests.prompt_end.item(last) - in_progress
+
+    def _numbers(self, order: Indices) -> Floats:
+        """Numbers requests from the last to the first, counting sequences as the engine does."""
+        numbers: Floats = self._requests.parts[order][::-1].cumsum()[::-1]
+        return numbers
 
     def _prefill_rate(self, row: int) -> float:
         chunk = self._replicas.chunk.item(row)

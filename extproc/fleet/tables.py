@@ -103,13 +103,7 @@ class Replicas(Columns, Table):
     steps: Floats  # engine steps, as the replica counts them
     polled_steps: Floats  # engine steps at the last poll
     chunk: Floats  # prompt tokens in the prefill step in progress
-    # Sequences that this router sent are numbered in the order of prefills:
-    sent: Floats  # last number given, counting sequences as the engine does
-    begun: Floats  # last number with a first token, by polls
-    known: Floats  # last number with a first token that this router observed
-    known_before: Floats  # ``known`` at the last poll
     prefilled_sent_at: Floats  # when the latest sequence known to be prefilled was sent
-    polled_firsts: Floats  # the replica's count of first tokens at the last poll
     decoding: Floats  # this router's sequences that decode
     held: Floats  # prompt tokens of the sequences counted in `decoding`
     reports: Floats  # 1: the replica reports the size of its KV cache, and its speed was measured
@@ -156,12 +150,10 @@ class Requests(Table):
     # Policies read the columns above.
     generated: Floats  # tokens of a sequence so far
     sent_at: Floats
-    tokenized_at: Floats  # when the tokenizer is done with the prompt, if it began at ``sent_at``
     prompt: Floats  # tokens to prefill
     each: Floats  # prompt tokens of one sequence
     prompt_end: Floats  # the prompt is prefilled once the replica's `prefilled` reaches this
     parts: Floats  # sequences as the engine counts them, with those that generate nothing
-    turn: Floats  # the sequences have a first token once the replica's `begun` reaches this
     steps_before: Floats  # the replica's step count before the first token; infinite until then
     began_at: Floats  # when the first token was counted
     bound: Floats  # most tokens that a sequence may generate
