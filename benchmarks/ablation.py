@@ -121,6 +121,7 @@ _CORRECTION, _LENGTHS = "extproc.predict.correction", "extproc.predict.lengths"
 _COMPLETION, _POLICIES = "extproc.predict.completion", "extproc.route.policies"
 _ROUTER, _FLEET = "extproc.route.router", "extproc.fleet.fleet:Fleet"
 _PREFIXES, _NEW = "extproc.fleet.prefix_index", "extproc.fleet.eligibility:Eligibility"
+_POLLS = "extproc.fleet.reconcile:Reconciliation"
 _WEIGHT = f"{_COMPLETION}:Prediction.cost_weight"
 PARTS = {
     "learned step times": AblatedPart(f"{_ESTIMATOR}:Estimator.poll", _returning(None)),
@@ -164,9 +165,8 @@ PARTS = {
     "adapters": AblatedPart("extproc.fleet.adapters:AdapterSlots.times", _returning(None)),
     "digests of other routers": AblatedPart(f"{_FLEET}.receive_digest", _returning(None)),
     "prompts of other routers": AblatedPart(f"{_FLEET}.receive_prompts", _returning(None)),
-    "load that only polls show": AblatedPart(
-        "extproc.fleet.reconcile:Reconciliation._correct_external", _returning(None)
-    ),
+    "load that only polls show": AblatedPart(f"{_POLLS}._correct_external", _returning(None)),
+    "prefills by polls": AblatedPart(f"{_POLLS}._correct_prefills", _returning(None)),
 }
 
 
