@@ -22,8 +22,7 @@ from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 
 LOAD_S = 0.1  # assumed time to load an adapter, until a replica's loads are measured
-_SAMPLES = 16  # measured loads of a replica, and measured waits of the fleet
-_MAX_OVERRUN = 10.0
+_SAMPLES = 16  # measured loads of a replica
 _MAX_SLOTS = 256  # limit of a replica's slots, and of its adapters in use: no server has as many
 _MEMORY_S = 60.0  # idle time in which an adapter's chance of a request falls by a factor e
 
@@ -58,8 +57,6 @@ class AdapterSlots:
         self._ledger = ledger
         self._lengths = lengths
         self._slots: dict[int, _Slots] = {}  # by row
-        self._overruns: deque[float] = deque([1.0], _SAMPLES)
-        self._overrun = 1.0  # median of `_overruns`
         self._tickets: dict[int, tuple[int, str]] = {}  # row and adapter of requests in flight
         self._starts: defaultdict[str, dict[int, float]] = defaultdict(dict)
         """``_Slots.starts`` by adapter, then by row: a decision reads those of few adapters."""
@@ -117,15 +114,10 @@ class AdapterSlots:
             loads.append(max(seconds, 0.0))
             self._table.adapter_load_s[row] = median(loads)
 
-    def wait_measured(self, overrun: float) -> None:
-        """Learns how far forecasts are off; ``overrun``: actual ÷ forecast wait for a slot."""
-        self._overruns.append(min(max(overrun, 1.0), _MAX_OVERRUN))
-        self._overrun = median(self._overruns)
-
     def times(self, view: FleetView, now: float) -> AdapterTimes:
         """Returns for each candidate how long a request waits for a slot, and how long its adapter
         loads."""
-        table, rows, overrun = self._table, view.rows, self._overrun
+        table, rows = self._table, view.rows
         names = dict(zip(rows.tolist(), view.adapters, strict=True))
         starts = table.adapter_at.copy()
         for name in {*view.adapters}:
@@ -133,10 +125,10 @@ class AdapterSlots:
                 if names.get(row) == name:
                     starts[row] = at
         starts = starts[rows]
-        wait = overrun * np.maximum(starts - now, 0.0)
+        wait = np.maximum(starts - now, 0.0)
         load = table.adapter_load_s[rows] * (starts > -inf)
         needed_again = np.exp(np.minimum(table.idle_adapter_at[rows] - now, 0.0) / _MEMORY_S)
-        return AdapterTimes(wait, load, load * (view.batch + needed_again), overrun)
+        return AdapterTimes(wait, load, load * (view.batch + needed_again))
 
     def _forecast(self, row: int, now: float) -> None:
         slots, table = self._slots[row], self._table

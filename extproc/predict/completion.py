@@ -253,9 +253,6 @@ class AdapterTimes(Struct, eq=False):
     wasted: Floats
     """Delay of other requests: all decoding sequences stand still during the load, and the adapter
     that is evicted may have to be loaded again."""
-    overrun: float
-    """Learned actual ÷ forecast wait for a slot, by which ``wait`` is already multiplied. Above 1
-    if later requests overtake the request, because their adapters have slots."""
 
 
 def add_adapter(prediction: Prediction, times: AdapterTimes) -> None:

@@ -235,8 +235,8 @@ class InFlight:
         if self._head is not None or not content_type.startswith("text/event-stream"):
             return True
         # Only the first token shows how fast a replica loads an adapter.
-        loads_adapter = self._forecast.adapter_load > 0.0 or self._forecast.adapter_wait > 0.0
-        services, reserved = self._services, 0.0 if loads_adapter else RESERVED_FOR_ADAPTERS
+        reserved = 0.0 if self._forecast.adapter_load else RESERVED_FOR_ADAPTERS
+        services = self._services
         if services.chunks.takes(services.clock(), self._expected_chunks, reserved):
             self._chunks = 0
             return True

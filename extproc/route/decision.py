@@ -93,9 +93,7 @@ class Forecast(Struct, eq=False):
     decode_time_per_token: float  # seconds, without ``stretch``
     expected_hits: float  # ``expected`` of PrefixHits
     predicts_hits: bool  # True: the index estimated the hits of one sequence: they test it
-    adapter_load: float  # seconds to load the LoRA adapter; 0 if ``adapter_wait`` is not 0
-    adapter_wait: float  # seconds until the batch has a slot for the LoRA adapter
-    adapter_overrun: float  # ``overrun`` of AdapterTimes
+    adapter_load: float  # seconds to load the LoRA adapter; 0 if the adapter waits for a slot
     stretch: float  # learned ratio of actual to predicted decode time
     usual_step: float  # seconds, as in usual_step()
     step: float  # seconds of a decode step with the batch at the decision
@@ -170,7 +168,9 @@ class Decision(Struct, eq=False):
         first, situation = self.choice.first, self.situation
         view, prediction, adapter = situation.view, situation.prediction, situation.adapter
         ttft = prediction.ttft.item(first)
-        wait = 0.0 if adapter is None else adapter.wait.item(first)
+        load = 0.0
+        if adapter is not None and not adapter.wait.item(first):
+            load = adapter.load.item(first)
         stretch = view.stretch.item(first)
         later = max(prediction.output_tokens - 1.0, 1.0)
         waits = view.backlog.item(first) > 0.0 or prediction.admission.item(first) > 0.0
@@ -183,9 +183,7 @@ class Decision(Struct, eq=False):
             prediction.decode.item(first) / stretch / later,
             situation.held.expected.item(first),
             situation.held.estimated.item(first) and self.profile.sequences == 1,
-            0.0 if adapter is None or wait else adapter.load.item(first),
-            wait,
-            1.0 if adapter is None else adapter.overrun,
+            load,
             stretch,
             usual_step(view, first),
             view.decode_step.item(first),

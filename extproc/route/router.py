@@ -269,12 +269,8 @@ class Router:
             return
         self.error_quantiles.ttft.observe(forecast.predicted_ttft, ttft)
         self.fleet.learn_first_token(replica, forecast.predicted_ttft / forecast.usual_step, ttft)
-        load, wait = forecast.adapter_load, forecast.adapter_wait
-        later = ttft - forecast.predicted_ttft
-        if load:
-            self.fleet.adapters.load_measured(replica, load + later)
-        if wait:
-            self.fleet.adapters.wait_measured(forecast.adapter_overrun * (1.0 + later / wait))
+        if load := forecast.adapter_load:
+            self.fleet.adapters.load_measured(replica, load + ttft - forecast.predicted_ttft)
         if (steps_s := forecast.first_step_s) is not None:
             prompt = forecast.profile.prompt_tokens
             self.fleet.first_tokens.observe(forecast.step, prompt, steps_s, ttft)

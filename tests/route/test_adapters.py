@@ -233,20 +233,6 @@ def test_load_time_is_learned_from_first_tokens() -> None:
     assert system.extra("a") == pytest.approx(0.7)
 
 
-def test_overrun_of_adapter_waits_is_learned() -> None:
-    system = AdapterFleet(1, max_loras=1)
-    system.send("a", 1, 300)
-    decision = system.decide("b")
-    wait = decision.forecast().adapter_wait
-    for _ in range(4):
-        ttft = decision.predicted_ttft + 2 * wait
-        system.router.learn_first_token(decision.forecast(), decision.replica, ttft)
-        decision = system.decide("b")
-        assert decision.forecast().adapter_wait <= 10 * wait
-    assert decision.forecast().adapter_wait > 2.5 * wait
-    assert system.decide(MODEL).predicted_ttft < 1.0
-
-
 def test_adapters_stay_with_their_replicas_and_plain_requests_spread() -> None:
     system = AdapterFleet(2, max_loras=1)
     chosen: dict[str, Counter[str]] = {"a": Counter(), "b": Counter(), MODEL: Counter()}
