@@ -117,7 +117,7 @@ class GrpcServer:
         while True:
             await asyncio.sleep(_CHECK_HUNG_EVERY_S if ready else _CHECK_READINESS_EVERY_S)
             if ready:
-                await self.end_hung()
+                self.end_hung()
             elif ready := not self.unready():
                 await self._report_readiness()
                 extra = {"mode": self._settings.mode, "share": self._settings.share}
@@ -210,9 +210,9 @@ class GrpcServer:
             self._by_name[pool] = self._unknown_pool  # as many as Envoy's configuration names
         return self._by_name[pool]
 
-    async def end_hung(self) -> None:
+    def end_hung(self) -> None:
         """Ends the requests on hung replicas. Otherwise these requests would last until their
-        clients give up."""
+        clients give up. Does not wait for the writes, because an Envoy may read nothing."""
         if not (after := self._settings.hung_s):
             return
         fleets = (pool.fleet for pool in self._pools)
@@ -233,4 +233,4 @@ class GrpcServer:
         if writes:
             count, replicas = len(writes), ", ".join(sorted(hung.values()))
             logger.error(f"ended {count} requests on hung replicas {replicas}")
-            await asyncio.gather(*writes, return_exceptions=True)  # streams may end meanwhile
+            asyncio.gather(*writes, return_exceptions=True)  # streams may end meanwhile

@@ -115,7 +115,7 @@ async def test_hung_s_zero_ends_nothing(
 ) -> None:
     on = await sent_to(stream)
     hangs(services, on, 1000.0)
-    await server.end_hung()
+    server.end_hung()
     assert services.fleet.in_flight_on(on) == 1
     await stream.end()
 
@@ -167,13 +167,21 @@ class TestUnreadResponse:
 
 @pytest.mark.parametrize("config", [config_of(route={"models": {"chat": "llama"}})])
 async def test_unread_large_reply_is_sent_before_the_refusal(
-    stream: Stream, services: Services
+    envoy: EnvoySide, stream: Stream, services: Services
 ) -> None:
+    """An Envoy that does not read delays the end of no other request."""
     large = {"model": "chat", "messages": [{"role": "user", "content": "a" * 16_000_000}]}
     await stream.write(body_first(large))
     await until(lambda: services.fleet.in_flight)
-    hangs(services, replica(1 + services.fleet.in_flight_on(replica(2))))
+    on = replica(1 + services.fleet.in_flight_on(replica(2)))
+    hangs(services, on)
     await until(lambda: not services.fleet.in_flight)
+    async with envoy.stream() as later:
+        other = await sent_to(later)
+        put_replicas(services, 1 + (on == replica(2)))
+        hangs(services, other)
+        assert (await later.read()).immediate_response
+        await later.end()
     assert chosen(await stream.read())
     assert (await stream.read()).immediate_response
     await stream.end()

@@ -212,7 +212,7 @@ async def test_request_on_hung_replica_goes_on(services: Services) -> None:
     watched = Watched(local.begin())
     _, on = await until_answered(watched, services, agrees=True)
     put_replicas(services, 1 + (on == replica(2)), healthy=False, unanswered_s=100.0)
-    await local.server.end_hung()
+    local.server.end_hung()
     assert services.fleet.in_flight_on(on) == 1
     await watched.end()
 
