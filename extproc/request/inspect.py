@@ -167,6 +167,7 @@ def _measure(
     if not tokens and not reading.size:  # no prompt was found
         tokens = _by_length(body, model, counter)
     profile.prompt_tokens, profile.longest_share = tokens, reading.longest_share
+    profile.fetches = images + media > 0
     if limit:
         profile.prompt_tokens = min(tokens, limit * reading.prompts)
         longest = min(reading.longest_share * tokens, limit)

@@ -45,6 +45,7 @@ def of_length(
         sequences=min(prompts, MAX_SEQUENCES) if endpoint.decodes else 0,
         stream=stream,
         longest_share=1 / prompts,
+        fetches=True,
         stored=endpoint is Endpoint.RESPONSES,
     )
 

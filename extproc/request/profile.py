@@ -26,6 +26,9 @@ class RequestProfile:
     longest_share: float = 1.0  # tokens of the longest prompt ÷ ``prompt_tokens``
     images: int = 0  # whose tokens the router learns from the replica's report; 0: nothing to learn
     image_tokens: int = 0  # part of ``prompt_tokens``, estimated for images
+    fetches: bool = False
+    """The replica has to fetch or encode images, audio or video before the prefill, which may take
+    long."""
     previous_response: str = ""  # id of the stored response that the request continues
     stored: bool = False  # the replica stores the response, for requests that continue it
     claims_priority: bool = False  # the body has, or may have, a priority of its own
@@ -39,12 +42,6 @@ class RequestProfile:
     def priority(self) -> int:
         """The objective's priority, higher first; 0 if the endpoint takes no priority."""
         return self.objective.priority if self.endpoint.takes_priority else 0
-
-    @property
-    def fetches(self) -> bool:
-        """True if the replica has to fetch or encode images or audio before the prefill, which may
-        take long."""
-        return self.image_tokens > 0 or self.endpoint.takes_audio
 
     @property
     def parts(self) -> int:

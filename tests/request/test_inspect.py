@@ -222,6 +222,10 @@ FIELDS: list[tuple[str, Endpoint, dict[str, Any], object]] = [
     *(("stored", E.RESPONSES, fields, True) for fields in ({}, {"store": True})),
     *(("stored", E.RESPONSES, {"store": value}, False) for value in (False, None)),
     *(("stored", E.CHAT, fields, False) for fields in ({}, {"store": True})),
+    *(
+        ("fetches", E.CHAT, {"messages": media(kind, {"url": DATA_URL})}, kind != "text")
+        for kind in ("text", "image_url", "audio_url", "video_url")
+    ),
     ("in_background", E.RESPONSES, {"background": True}, True),
     ("in_background", E.RESPONSES, {"background": True, "stream": True}, False),
     ("in_background", E.CHAT, {"background": True}, False),

@@ -37,7 +37,7 @@ def test_delay_outside_steps_is_learned_once_for_all_replicas(router: Router, ti
 def test_requests_delayed_by_other_causes_teach_no_delay(router: Router) -> None:
     request = chat(1000, 50)
     by_steps = decided(router, request).predicted_ttft
-    answer(router, replace(request, image_tokens=500), 30, by_steps)
+    answer(router, replace(request, fetches=True), 30, by_steps)
     for number in (1, 2):
         router.fleet.dispatch(replica(number), chat(20_000, 50))
     answer(router, request, 30, by_steps)
