@@ -22,10 +22,7 @@ def observe(exchange: Exchange) -> None:
     services, started = exchange.services, exchange.services.clock()
     with suppress(Refusal):  # the replica will answer with an error
         profile = _profile(exchange)
-        # ``response_visible=False``: no ejected replica may be chosen in order to test it.
-        decision = services.router.decide(
-            profile, exchange.headers.policy, exchange.subset, response_visible=False
-        )
+        decision = services.router.decide(profile, exchange.headers.policy, exchange.subset)
         if decision is not None:
             services.demand.arrived(decision)
             exchange.observe(decision)

@@ -207,6 +207,20 @@ async def test_response_of_another_than_the_choice_is_counted_as_such(
     assert (outcome.status, outcome.served_by == served_by) == (status, choice == "other")
 
 
+async def test_answer_of_observed_request_ends_an_ejection(
+    services: Services, clock: ManualClock
+) -> None:
+    for _ in range(3):
+        services.fleet.eligibility.failed(replica(2))
+    for ejected in (True, False):
+        watched = Watched(Local(services).begin())
+        await watched.request(CHAT)
+        await watched.response_headers(upstream=replica(2))
+        await watched.end()
+        assert bool(services.fleet.view(MODEL, response_visible=False).excluded) is ejected
+        clock.advance(1.1)
+
+
 async def test_request_on_hung_replica_goes_on(services: Services) -> None:
     local = Local(services)
     watched = Watched(local.begin())
