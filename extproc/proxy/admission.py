@@ -188,16 +188,17 @@ def _leave_to_envoy(exchange: Exchange, profile: RequestProfile) -> None:
     the model under the requested name.
 
     Raises:
-        NoModel: no replica lists the model.
+        NoModel: no replica lists the model, or listed it lately.
         NoReplica: no replica is ready.
     """
     services, fleet = exchange.services, exchange.services.fleet
-    if _is_unserved(services, profile):
+    unserved = _is_unserved(services, profile)
+    if unserved and not fleet.members.served_lately(profile.model, services.clock()):
         raise NoModel(profile.requested_model, fleet.members.models)
     renamed = fleet.members.names.served(profile.model) != (profile.requested_model,)
     only_some = fleet.eligibility.candidates(profile.model).only_some
     no_fallback = exchange.full_duplex or exchange.subset is not None  # a gateway has none
-    if (profile.requested_model and renamed) or only_some or no_fallback:
+    if (profile.requested_model and renamed) or only_some or unserved or no_fallback:
         raise NoReplica(NONE_READY)
     exchange.undispatched("unrouted")
 

@@ -299,6 +299,20 @@ async def test_unlisted_model_is_404(envoy: EnvoySide, services: Services, healt
     assert error["message"].endswith(" and 48 more.")
 
 
+@without()
+@pytest.mark.parametrize("subset", [None, [replica(2)]])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_model_that_was_served_lately_gets_503(
+    envoy: EnvoySide, services: Services, subset: list[str] | None, path: str
+) -> None:
+    """Clients take 404 for final, but the model's next replica may be starting."""
+    put_replicas(services, 2, models=("other",))
+    put_replicas(services, 3, models=("third",))
+    services.fleet.remove(replica(1))
+    assert status_of(await envoy.ask(CHAT, path, subset=subset)) == 503
+    assert status_of(await envoy.ask(CHAT | {"model": "none"}, path, subset=subset)) == 404
+
+
 async def test_refusals_are_counted_by_reason(envoy: EnvoySide, services: Services) -> None:
     put_replicas(services, 3, models=("down",), healthy=False)
     for body in (b"no json", b'{"model": 5}', CHAT | {"model": "none"}, CHAT | {"model": "down"}):
