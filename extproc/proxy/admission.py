@@ -177,8 +177,7 @@ def _may_be_served_soon(services: Services, profile: RequestProfile) -> bool:
     """True if the request may wait for a new replica, because its model was served lately."""
     hold, fleet = services.config.hold, services.fleet
     waits = min(hold.longest_s, hold.empty_s) > 0.0 and fleet.members_known.is_set()
-    named = profile.requested_model != ""
-    return waits and named and fleet.members.served_lately(profile.model, services.clock())
+    return waits and fleet.members.served_lately(profile.model, services.clock())
 
 
 def _leave_to_envoy(exchange: Exchange, profile: RequestProfile) -> None:

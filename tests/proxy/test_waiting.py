@@ -242,12 +242,18 @@ async def test_tpot_target_sheds_no_queue(envoy: EnvoySide, services: Services, 
         await queued(other, "fourth", steady)
 
 
+@pytest.mark.parametrize("body", [CHAT, {"messages": CHAT["messages"]}], ids=["named", "nameless"])
 @pytest.mark.parametrize("unusable", [{"healthy": False}, {"asleep": True}])
 async def test_request_waits_for_replica_to_come_back(
-    stream: Stream, services: Services, full: Full, clock: ManualClock, unusable: dict[str, bool]
+    stream: Stream,
+    services: Services,
+    full: Full,
+    clock: ManualClock,
+    unusable: dict[str, bool],
+    body: dict[str, Any],
 ) -> None:
     put_replicas(services, **unusable)
-    assert asks_envoy_to_wait(await stream.body_first(CHAT))
+    assert asks_envoy_to_wait(await stream.body_first(body))
     clock.advance(4.0)
     put_replicas(services, 2)
     assert chosen(await stream.read())[0] == replica(2)
