@@ -206,7 +206,7 @@ def _refuse_slow_first_token(services: Services, decision: Decision) -> None:
     """Raises Saturated if every replica's first token would come after ``route.max_ttft_s``."""
     limit = services.config.route.max_ttft_s
     if limit is not None and (soonest := least(decision.prediction.ttft)) > limit:
-        message = f"every replica is busy: the first token would come in {soonest:.0f} s"
+        message = f"every replica is busy: the first token would come in {soonest:.2f} s"
         raise Saturated(message, code="saturated", retry_after=soonest - limit)
 
 
