@@ -121,9 +121,8 @@ class InFlight:
                 services.metrics.requests.add("unanswered")
         if self._chunks is not None:
             services.chunks.spend(self._chunks - self._expected_chunks)
-        succeeded = outcome.status is not None and outcome.status < 400
         # A response that was cut off or runs on in the background has no known length.
-        succeeded = succeeded and not lost and not profile.in_background
+        succeeded = 0 < (outcome.status or 0) < 400 and not (lost or profile.in_background)
         # Envoy closes the stream in the same way when a response ends and when a client hangs up:
         # only the last chunk shows that the response is complete.
         complete = succeeded and self._response_ended
@@ -132,15 +131,18 @@ class InFlight:
         prefilled |= outcome.ttft_s is not None
         generated = services.fleet.release(self._ticket, prefilled and self._served_by_member)
         seconds = services.clock() - self._sent_at
-        usage = self._usage.usage() if self._usage is not None and complete else None
-        if complete:
-            outcome.completion_s = seconds
-            self._measure(seconds, usage)
+        usage = None
+        if self._usage is not None and complete:
+            server = services.fleet.members.get(self.served_by)
+            usage = self._usage.usage(server.tokens_per_step if server else 1.0)
         if usage is not None:
             self._learn(usage, seconds)
         # Not in observability mode: there Envoy closes streams late (deferred_close_timeout).
         elif complete or (succeeded and self._usage is None and not self._envoy_samples):
             services.router.learn_counted(self._forecast, self.served_by, generated, outcome.ttft_s)
+        if complete:
+            outcome.completion_s = seconds
+            self._measure(seconds)
         if services.recorder:
             skipped = unanswered and not lost and not self._response_visible
             services.recorder.ended(
@@ -243,11 +245,10 @@ class InFlight:
         return services.fleet.takes_stream(self.served_by)
 
     def _learn(self, usage: ReportedUsage, seconds: float) -> None:
-        services, profile, outcome = self._services, self._forecast.profile, self.outcome
-        outcome.prompt_tokens = usage.prompt_tokens
+        services, forecast, outcome = self._services, self._forecast, self.outcome
+        profile, cached = forecast.profile, usage.cached_tokens
+        outcome.prompt_tokens, outcome.cached_tokens = usage.prompt_tokens, cached
         outcome.output_tokens = usage.completion_tokens
-        outcome.cached_tokens = usage.cached_tokens
-        forecast, cached = self._forecast, usage.cached_tokens
         if self.served_by == forecast.replica and forecast.predicts_hits and cached is not None:
             prompt = usage.prompt_tokens or profile.prompt_tokens
             services.fleet.reported(forecast.replica, forecast.expected_hits, prompt, cached)
@@ -260,19 +261,18 @@ class InFlight:
             each = usage.completion_tokens / max(profile.sequences, 1)
             services.router.learn(forecast, self.served_by, each, seconds, outcome.ttft_s)
 
-    def _measure(self, seconds: float, usage: ReportedUsage | None) -> None:
+    def _measure(self, seconds: float) -> None:
         """Updates the metrics that compare predicted and actual times of a complete response."""
         services, forecast, metrics = self._services, self._forecast, self._services.metrics
         profile, replica = forecast.profile, forecast.replica
         predicted, hits = forecast.predicted_completion, forecast.expected_hits
-        cached = None if usage is None else usage.cached_tokens
+        outcome, cached = self.outcome, self.outcome.cached_tokens
         as_chosen = replica == self.served_by
         by = profile.model, profile.objective.name
         metrics.completion.observe(seconds, predicted if as_chosen else None, *by)
-        if (ttft := self.outcome.ttft_s) is not None:
+        if (ttft := outcome.ttft_s) is not None:
             metrics.ttft.observe(ttft, forecast.predicted_ttft if as_chosen else None, *by)
-            tokens = 0 if usage is None else usage.completion_tokens
-            later = tokens / max(profile.sequences, 1) - 1.0
+            later = (outcome.output_tokens or 0) / max(profile.sequences, 1) - 1.0
             if later > 0.0:
                 tpot = forecast.decode_time_per_token * forecast.stretch
                 metrics.tpot.observe((seconds - ttft) / later, tpot if as_chosen else None, *by)

@@ -215,11 +215,10 @@ class GrpcServer:
         clients give up. Does not wait for the writes, because an Envoy may read nothing."""
         if not (after := self._settings.hung_s):
             return
-        fleets = (pool.fleet for pool in self._pools)
         hung = {
-            replica: fleet.members.title(replica)
-            for fleet in fleets
-            for replica in fleet.eligibility.hung(after)
+            replica: pool.fleet.members.title(replica)
+            for pool in self._pools
+            for replica in pool.fleet.eligibility.hung(after)
         }
         if not hung:
             return

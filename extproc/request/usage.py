@@ -35,7 +35,7 @@ class ReportedUsage:
     """Tokens of a request, as reported by its replica."""
 
     prompt_tokens: int | None  # None: not reported
-    completion_tokens: int  # number of streamed events if not reported
+    completion_tokens: int  # counted from the streamed events if not reported
     cached_tokens: int | None = None  # tokens of the prompt found in the prefix cache
 
 
@@ -76,15 +76,16 @@ class UsageReader:
                 self._carry = window[at:]
             at = window.find(_USAGE, begin)
 
-    def usage(self) -> ReportedUsage | None:
+    def usage(self, tokens_per_event: float = 1.0) -> ReportedUsage | None:
         """Return the usage read so far; None: the response had neither a usage figure nor a
-        streamed event."""
+        streamed event. ``tokens_per_event``: of each streamed event except the first."""
         counts = self._counts
         events = max(0, counts[_DELTA] - counts[_ROLE]) or counts[_TEXT] or counts[_IDS]
         prompt, completion = map(self._reported.get, ("prompt", "completion"))
         if prompt is None and completion is None and not events:
             return None
-        return ReportedUsage(prompt, completion or events, self._reported.get("cached"))
+        counted = min(events, 1) + round(max(events - 1, 0) * tokens_per_event)
+        return ReportedUsage(prompt, completion or counted, self._reported.get("cached"))
 
     def _read(self, value: bytes) -> bool:
         """Read the usage object at the beginning of ``value``; return False if the object may go on

@@ -297,6 +297,20 @@ async def test_response_cut_off_teaches_no_length(
     assert (record.outcome.status, record.outcome.completion_s) == (200, None)
 
 
+async def test_events_without_usage_count_as_the_tokens_of_a_step(
+    stream: Stream, services: Services
+) -> None:
+    """With speculative decoding, vLLM sends the tokens of a step together."""
+    put_replicas(services, tokens_per_step=3.0)
+    first, _ = destination(await stream.ask(STREAMED, headers=NAMED))
+    await stream.response_headers(upstream=first, content_type=EVENTS)
+    for left in (4, 3, 2, 1, 0):
+        await stream.response_body(TOKEN, not left)
+    await stream.end()
+    (record,) = services.log.of_request("one")
+    assert record.outcome.output_tokens == 1 + 4 * 3
+
+
 async def test_stream_without_usage_teaches_completion_error(
     envoy: EnvoySide, services: Services, clock: ManualClock
 ) -> None:

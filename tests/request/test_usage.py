@@ -19,11 +19,11 @@ from tests.examples import examples
 FAKE = 'say "usage": {"prompt_tokens": 666, "completion_tokens": 666} "delta": "text": \\"usage":{}'
 
 
-def read(chunks: Iterable[bytes]) -> ReportedUsage | None:
+def read(chunks: Iterable[bytes], tokens_per_event: float = 1.0) -> ReportedUsage | None:
     reader = UsageReader(Endpoint.CHAT)
     for chunk in chunks:
         reader.feed(chunk)
-    return reader.usage()
+    return reader.usage(tokens_per_event)
 
 
 def compact(value: Any) -> str:
@@ -201,6 +201,7 @@ def test_generated_text_cannot_fake_usage(text: str) -> None:
 )
 def test_streamed_events_are_counted_without_usage(body: bytes, tokens: int) -> None:
     assert read([body]) == ReportedUsage(None, tokens)
+    assert read([body], tokens_per_event=2.5) == ReportedUsage(None, 1 + round(2.5 * (tokens - 1)))
 
 
 def test_messages_stream_broken_off_keeps_its_prompt() -> None:
