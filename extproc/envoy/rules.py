@@ -24,7 +24,7 @@ from extproc.proxy.messages import (
 DEFAULT_BUFFER = 1024 * 1024  # bytes
 _FROM_METADATA = f"[{{metadata: {{key: {METADATA_NAMESPACE}, path: [{{key: {DESTINATION}}}]}}}}]"
 _ATTRIBUTES_OF_REQUEST = ("request.path", "request.headers['content-encoding']")
-_ATTRIBUTES_OF_RESPONSE = ("upstream.address", ATTEMPTS, "response.code", "response.flags")
+_ATTRIBUTES_OF_RESPONSE = ("upstream.address", ATTEMPTS, "response.flags")
 _LONG_MESSAGE = timedelta(seconds=1)
 _DUPLEX = "FULL_DUPLEX_STREAMED"
 _SKIPPED = expression_of(RESPONSE_SKIPPED)
@@ -206,10 +206,10 @@ FILTER_RULES = (
         _skips_responses,
         "response_header_mode is SKIP {}"),
     Rule("response_attributes_are_sent", Level.WARNING, lambda file: file.filters,
-        "response_attributes has the replica, retries, status and flags.",
+        "response_attributes has the replica, retries and flags.",
         lambda filter, _: _lacking(_ATTRIBUTES_OF_RESPONSE, filter["response_attributes"]),
-        "response_attributes lacks {}: a retried request counts for the wrong replica, and a "
-        "replica that fails fast looks fast. "
+        "response_attributes lacks {}: retries and failures count for the wrong replica, or not at "
+        "all. "
         f"Write response_attributes: [{', '.join(_ATTRIBUTES_OF_RESPONSE)}]"),
     Rule("allows_sampling", Level.WARNING, lambda file: file.filters,
         "The router may read a sample of the streamed responses and learn from them.",
