@@ -204,21 +204,21 @@ class Router:
 
         If the name stands for several models, one of them is drawn by their weights, and always the
         same one for a session. The draw is among the models on the replica that owns the previous
-        response. Without such a replica, the draw is among the models that some replica serves now
-        or will serve once the replica has recovered. ``among``: as in :meth:`decide`.
+        response. Without such a replica, the draw is among the models that some replica serves now;
+        else among those that some replica lists or listed lately. ``among``: as in :meth:`decide`.
         """
-        fleet = self.fleet
+        fleet, members = self.fleet, self.fleet.members
         if not requested:
-            return fleet.members.only_model or ""
-        models = fleet.members.names.models(requested)
+            return members.only_model or ""
+        models = members.names.models(requested)
         if len(models) == 1:
             return models[0]
-        held = fleet.members.models_on(fleet.response_owner(previous_response) or "")
-        served = [model for model in models if fleet.members.names.known(model, held)]
+        held = members.models_on(fleet.response_owner(previous_response) or "")
+        served = [model for model in models if members.names.known(model, held)]
         served = served or [name for name in models if fleet.eligibility.can_serve(name, among)]
-        served = served or [name for name in models if name in fleet.members.models]
+        served = served or [name for name in models if members.served_lately(name, fleet.now)]
         draws = Random(session) if session else self._random
-        return fleet.members.names.draw(requested, served, draws)
+        return members.names.draw(requested, served, draws)
 
     def learn(
         self,

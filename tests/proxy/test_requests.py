@@ -167,6 +167,7 @@ LOADING: dict[str, Any] = {"models": (), "healthy": False}
         ("canary", {"healthy": False}, {"healthy": False}),
         ("canary", {"healthy": False}, {"models": ("other",)}),
         ("canary", {"healthy": False}, {"models": ("other",), "listed": False}),
+        ("canary", {"models": ("other",)}, {"models": ("other",)}),
     ],
 )
 async def test_alias_whose_replicas_are_down_gets_503(
