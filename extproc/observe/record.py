@@ -62,7 +62,7 @@ class RequestLine(_Line, frozen=True, tag="request"):
     ttft_s: float | None = None  # since dispatch; None: the router did not see the first token
     complete: bool = False  # the router saw the end of the response, not only of the stream
     cut: bool = False  # the client hung up while the router read the response
-    failed: bool = False
+    failed: bool = False  # no answer, an error, or work in the background, which is not seen
     output_tokens: float = 0.0  # of each sequence, as reported, else counted by steps
     output_bound: int | None = None
     least_output: int = 0

@@ -109,7 +109,7 @@ class Recorder:
         Args:
             seconds: time since dispatch.
             counted: output tokens of each sequence, estimated from the replica's steps.
-            failed: the replica gave no answer, or an error.
+            failed: the replica gave no answer, or an error, or works on in the background.
             cut: the router read the response, which broke off.
         """
         reported = outcome.output_tokens
