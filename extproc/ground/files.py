@@ -35,7 +35,7 @@ def read_certificates(setting: str, path: Path) -> bytes:
 
 class WatchedFiles(Generic[T]):
     """Files that may change while the program runs. If the new content cannot be used, the last
-    content stays in use.
+    content stays in use. It is the attribute ``content``, which the first read sets.
 
     Args:
         what: name of the files in log lines.
@@ -43,12 +43,13 @@ class WatchedFiles(Generic[T]):
         files: files to watch.
     """
 
+    content: T
+
     def __init__(self, what: str, read: Callable[[], T], *files: Path) -> None:
         self._what = what
         self._read = read
         self._files = files
         self._stamps: list[_Stamp | None] | None = None  # None: no read has succeeded yet
-        self._was_read = False
         self._extra = {"file": ", ".join(map(str, files))}
         begins = f"{what} cannot be used: keeping the last usable content, if any, and retrying"
         over = f"{what} can be used again"
@@ -57,9 +58,9 @@ class WatchedFiles(Generic[T]):
     def read(self) -> T:
         """Returns the content; raises what the constructor's ``read`` raises."""
         stamps, self._stamps = self._stamps_now(), None
-        content = self._read()
-        self._stamps, self._was_read = stamps, True
-        return content
+        self.content = self._read()
+        self._stamps = stamps
+        return self.content
 
     def if_changed(self) -> T | None:
         """Returns the content if the files changed, else None. If the new content cannot be used,
@@ -69,16 +70,16 @@ class WatchedFiles(Generic[T]):
         """
         if self._stamps == self._stamps_now():
             return None
-        again = self._was_read
+        again = hasattr(self, "content")
         try:
-            content = self.read()
+            self.read()
         except (OSError, ValueError) as error:
             self._outage.failed(getattr(error, "strerror", None) or error)
             return None
         self._outage.recovered()
         if again:
             log.info(f"{self._what} read again after a change", extra=self._extra)
-        return content
+        return self.content
 
     def _stamps_now(self) -> list[_Stamp | None]:
         return [_stamp(file) for file in self._files]

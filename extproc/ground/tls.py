@@ -61,13 +61,11 @@ def server_context(section: str, cert: Path | None, key: Path | None) -> ssl.SSL
     if cert is None:
         return None
     renewed = watched(section, "Browsers and Prometheus", cert, key)
-    first = current = renewed.read().context
+    first = renewed.read().context
 
     def before_handshake(connection: Any, *_: object) -> None:
-        nonlocal current
-        if (changed := renewed.if_changed()) is not None:
-            current = changed.context
-        connection.context = current
+        renewed.if_changed()
+        connection.context = renewed.content.context
 
     first.sni_callback = before_handshake
     return first

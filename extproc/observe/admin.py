@@ -122,13 +122,12 @@ def _authorization(access: AdminSettings) -> Callable[[web.Request], bool]:
     if access.token_file is None:
         return lambda _: True
     file = WatchedFiles("admin token", partial(read_token, access.token_file), access.token_file)
-    token = file.read()
+    file.read()
 
     def has_token(request: web.Request) -> bool:
-        nonlocal token
-        token = file.if_changed() or token
+        file.if_changed()
         scheme, _, sent = request.headers.get("Authorization", "").partition(" ")
-        right = compare_digest(sent.encode(errors="surrogateescape"), token.encode())
+        right = compare_digest(sent.encode(errors="surrogateescape"), file.content.encode())
         return right and scheme.lower() == "bearer"
 
     return has_token
