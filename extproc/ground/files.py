@@ -1,8 +1,9 @@
 """Reader of files that settings name: errors take one line, and changed files are read again."""
 
 import logging
+import os
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -12,7 +13,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_Stamp = tuple[int, int, int]  # inode, time of modification (ns), bytes
+Stamp = tuple[int, int, int]  # inode, time of modification (ns), bytes
 
 
 def read_file(setting: str, path: Path) -> bytes:
@@ -49,7 +50,7 @@ class WatchedFiles(Generic[T]):
         self._what = what
         self._read = read
         self._files = files
-        self._stamps: list[_Stamp | None] | None = None  # None: no read has succeeded yet
+        self._stamps: list[Stamp | None] | None = None  # None: no read has succeeded yet
         self._extra = {"file": ", ".join(map(str, files))}
         begins = f"{what} cannot be used: keeping the last usable content, if any, and retrying"
         over = f"{what} can be used again"
@@ -57,7 +58,7 @@ class WatchedFiles(Generic[T]):
 
     def read(self) -> T:
         """Returns the content; raises what the constructor's ``read`` raises."""
-        stamps, self._stamps = self._stamps_now(), None
+        stamps, self._stamps = stamps_of(self._files), None
         self.content = self._read()
         self._stamps = stamps
         return self.content
@@ -68,7 +69,7 @@ class WatchedFiles(Generic[T]):
 
         Files count as changed until a read succeeds.
         """
-        if self._stamps == self._stamps_now():
+        if self._stamps == stamps_of(self._files):
             return None
         again = hasattr(self, "content")
         try:
@@ -81,14 +82,15 @@ class WatchedFiles(Generic[T]):
             log.info(f"{self._what} read again after a change", extra=self._extra)
         return self.content
 
-    def _stamps_now(self) -> list[_Stamp | None]:
-        return [_stamp(file) for file in self._files]
+
+def stamps_of(files: Iterable[Path | str]) -> list[Stamp | None]:
+    """Returns figures that change with each file; None for a file that cannot be accessed."""
+    return [_stamp(file) for file in files]
 
 
-def _stamp(path: Path) -> _Stamp | None:
-    """Returns figures that change with the file; None if the file cannot be accessed."""
+def _stamp(file: Path | str) -> Stamp | None:
     try:
-        status = path.stat()
+        status = os.stat(file)
     except OSError:
         return None
     return status.st_ino, status.st_mtime_ns, status.st_size

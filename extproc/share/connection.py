@@ -88,20 +88,18 @@ def connect(redis: RedisSettings | str, pool: str) -> Redis:
     """
     settings = RedisSettings(url=redis) if isinstance(redis, str) else redis
     options = settings.options | _ONCE
-    tls = options.pop("connection_class", None) is SSLConnection
+    asking = options.pop("connection_class", Connection)  # with TLS: SSLConnection
     if "path" in options:
         return Redis(unix_socket_path=options.pop("path"), **options)
-    node = options.pop("host", ""), options.pop("port", _PORT)
-    server = Server([node])
+    server = Server([(options.pop("host", ""), options.pop("port", _PORT))])
     nodes = [split_address(address) for address in settings.sentinels or settings.cluster]
-    asking = SSLConnection if tls else Connection
     if settings.service is not None:
         login = {"username": settings.sentinel_username, "password": settings.sentinel_password}
         kind, ask = f"{settings.service} of sentinels ", partial(ask_sentinel, settings.service)
         server = Server(nodes, kind, ask, asking, options | login | {"db": 0})
     elif settings.cluster:
         server = Server(nodes, "cluster ", partial(ask_cluster, Keys(pool).slot), asking, options)
-    connection = LocatedTlsConnection if tls else LocatedConnection
+    connection = LocatedTlsConnection if asking is SSLConnection else LocatedConnection
     return Redis.from_pool(ConnectionPool(connection_class=connection, server=server, **options))
 
 

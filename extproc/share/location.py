@@ -12,6 +12,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.utils import str_if_bytes
 
 from extproc.ground.address import is_ip, join_address
+from extproc.ground.files import Stamp, stamps_of
 from extproc.ground.runtime import look_up, started
 
 Node = tuple[str, int]  # host and port
@@ -122,4 +123,16 @@ class LocatedConnection(Connection):
 
 
 class LocatedTlsConnection(LocatedConnection, SSLConnection):
-    """Connection over TLS that ends when the server no longer accepts writes."""
+    """Connection over TLS that ends when the server no longer accepts writes.
+
+    Before it connects again, it reads TLS files that have changed: redis-py would use their first
+    content as long as the process runs.
+    """
+
+    _stamps: Sequence[Stamp | None] = ()  # of the TLS files when they were last read
+
+    async def _connect(self) -> None:
+        stamps = stamps_of(filter(None, (self.ca_certs, self.certfile, self.keyfile)))
+        if stamps != self._stamps:
+            self.ssl_context.context, self._stamps = None, stamps
+        await super()._connect()

@@ -87,16 +87,27 @@ async def test_state_passes_tls(
 
 
 async def test_state_passes_mutual_tls(redis_server: RedisServer, certificate: Path) -> None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
-    context.load_verify_locations(certificate)
-    context.verify_mode = ssl.CERT_REQUIRED
-    async with proxied(redis_server.port, context) as proxy:
+    async with proxied(redis_server.port, mutual_tls(certificate)) as proxy:
         url = f"rediss://localhost:{proxy.port}/0?ssl_ca_certs={certificate}"
         await share_through(f"{url}&ssl_certfile={certificate}")
         async with connect(url, POOL) as redis:
             with pytest.raises(RedisError):
                 await redis.ping()
+
+
+async def test_renewed_certificates_are_used_without_a_restart(
+    redis_server: RedisServer, certificate: Path
+) -> None:
+    context = mutual_tls(certificate)
+    async with proxied(redis_server.port, context) as proxy:
+        files = f"ssl_ca_certs={certificate}&ssl_certfile={certificate}"
+        async with connect(f"rediss://localhost:{proxy.port}/0?{files}", POOL) as redis:
+            await redis.ping()
+            make_certificate(certificate)
+            renewed = mutual_tls(certificate)
+            context.sni_callback = lambda server, *_: setattr(server, "context", renewed)
+            proxy.cut()
+            await eventually(partial(written, redis, "{test}:key"))
 
 
 async def test_hung_sentinels_delay_no_connection(
@@ -221,11 +232,24 @@ async def servers(tmp_path: Path) -> AsyncIterator[SentinelPair]:
         yield servers
 
 
-@pytest.fixture
-def certificate(tmp_path: Path) -> Path:
-    """File with a key and a self-signed certificate for localhost."""
-    key, file = tmp_path / "key.pem", tmp_path / "certificate.pem"
+def mutual_tls(certificate: Path) -> ssl.SSLContext:
+    """Returns the context of a server that admits only clients with its own certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    context.load_verify_locations(certificate)
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def make_certificate(file: Path) -> None:
+    """Writes a new key and a self-signed certificate for localhost into the file."""
+    key = file.with_name("key.pem")
     subject = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost")
     openssl("req", "-x509", *NEW_KEY, "-days", 1, *subject, "-keyout", key, "-out", file)
     file.write_text(file.read_text() + key.read_text())
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    make_certificate(file := tmp_path / "certificate.pem")
     return file
