@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 _GATHER_S = 0.02
 """Seconds to collect changes before a write: a round trip to Redis takes as long as writing ten
 states, or thousands of KV blocks."""
+# Positions in KV events that are saved or loaded at once. A poller may take over a thousand
+# replicas at the same moment, and redis-py opens at most 100 connections.
+_POSITIONS_AT_ONCE = 8
 _STUCK_S = 10.0
 """Seconds without a heartbeat after which the poller is not live: five times the duration of the
 slowest heartbeat, whose Redis commands almost time out."""
@@ -154,6 +157,7 @@ class IntoRedis(Destination):
         self._states_due = asyncio.Event()
         self._changed_blocks: dict[str, KvBlocks] = {}
         self._blocks_due = asyncio.Event()
+        self._position_turns = asyncio.Semaphore(_POSITIONS_AT_ONCE)
 
     async def run(self) -> None:
         """Writes until cancelled, and then gives up all replicas: other pollers take them over."""
@@ -247,9 +251,11 @@ class IntoRedis(Destination):
 
     async def save_blocks(self, replica: str, dump: Callable[[], bytes]) -> None:
         with suppress(RedisError, OSError):
-            await self._block_writer.save(replica, dump())
+            async with self._position_turns:
+                await self._block_writer.save(replica, dump())
 
     async def load_blocks(self, replica: str) -> bytes:
         with suppress(RedisError, OSError):
-            return await self._block_writer.load(replica)
+            async with self._position_turns:
+                return await self._block_writer.load(replica)
         return b""

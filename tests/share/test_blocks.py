@@ -156,6 +156,15 @@ async def test_kv_stream_state_passes_to_next_poller(redis_client: Redis) -> Non
     assert 0 < await redis_client.ttl(Keys("test").kv_stream + replica(1)) <= LIFE_S
 
 
+async def test_poller_that_takes_over_many_replicas_loads_all_positions(
+    redis_server: RedisServer,
+) -> None:
+    many = [replica(number) for number in range(1, 151)]  # redis-py opens 100 connections at most
+    async with publishing(redis_server.url) as into:
+        await asyncio.gather(*(into.save_blocks(each, each.encode) for each in many))
+        assert await asyncio.gather(*map(into.load_blocks, many)) == [*map(str.encode, many)]
+
+
 async def test_removed_replica_leaves_no_blocks(
     redis_server: RedisServer, redis_client: Redis, write: Tell
 ) -> None:
