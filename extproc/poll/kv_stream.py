@@ -95,6 +95,8 @@ class KvStream:
                         await self._check()
                         await self._save()
                         await self._follow(pushed, monotonic() + CHECK_S)
+            except zmq.Again:  # pushed batches may be of another process, so they are dropped
+                self._note(f"{self._replay_url} does not answer")
             except zmq.ZMQError as error:  # for instance, too many open files
                 self._note(f"{error}")
             except Exception as error:  # must not end the polls of other replicas
@@ -113,13 +115,9 @@ class KvStream:
                     return
 
     async def _check(self) -> None:
-        try:
-            while not await self._catch_up():
-                pass
-        except zmq.Again:
-            self._note(f"{self._replay_url} does not answer")
-        else:
-            self._note("" if self._blocks.complete else self._loss)
+        while not await self._catch_up():
+            pass
+        self._note("" if self._blocks.complete else self._loss)
         await self._into.blocks_changed(self._replica, self._blocks)
 
     async def _save(self) -> None:

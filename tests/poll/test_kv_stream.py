@@ -72,9 +72,9 @@ class EventPublisher:
         while True:
             client, empty, start = await self._replay.recv_multipart()
             assert empty == b""
+            self.replays += 1
             if self.silent:
                 continue
-            self.replays += 1
             for number, content in self.replayable:
                 if number >= start:
                     await self._replay.send_multipart((client, b"", *topic, number, content))
@@ -130,7 +130,7 @@ class Followed(Destination):
         await self.until(lambda: self.held == {*keys} and self.stream.number is not None)
 
     async def knows_nothing(self) -> None:
-        await self.until(lambda: self.stream.number is None)
+        await until(lambda: self.stream.number is None)
 
 
 @pytest.fixture(autouse=True)
@@ -339,6 +339,26 @@ async def test_blocks_are_unknown_while_no_replay_is_answered(
     engine.silent = False
     await followed.holds(*KEYS[:2])
     assert [line["msg"] for line in logged.lines()][:2] == [UNKNOWN, KNOWN]
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_pushes_are_applied_only_after_an_answer_tells_of_which_process_they_are(
+    followed: Followed, engine: EventPublisher
+) -> None:
+    await engine.publish(stored(0, [11]))
+    await followed.holds(KEYS[0])
+    engine.silent = True
+    await followed.knows_nothing()
+    await engine.stop()
+    await engine.start()
+    replays = engine.replays
+    await until(lambda: engine.replays > replays + 1)  # connected to the new process
+    await engine.publish(stored(0, [21]))
+    await engine.publish(stored(1, [22], parent=21))  # has the number that follows the known batch
+    replays = engine.replays
+    await until(lambda: engine.replays > replays + 1)
+    engine.silent = False
+    await followed.holds(*KEYS[:2])
 
 
 async def test_malformed_frames_are_skipped(followed: Followed, engine: EventPublisher) -> None:
