@@ -73,5 +73,8 @@ class IntoFleet(Destination):
         return await super().claim(replicas)
 
     async def blocks_changed(self, replica: str, blocks: KvBlocks) -> None:
-        if (update := blocks.next_update()) and self._fleet.blocks.follows(replica, update[0]):
-            await in_turns(self._fleet.blocks.apply(replica, update[0]))
+        if update := blocks.next_update():
+            if self._fleet.blocks.follows(replica, update[0]):
+                await in_turns(self._fleet.blocks.apply(replica, update[0]))
+            else:  # the fleet forgot the blocks while the replica was no member
+                blocks.resend_all()

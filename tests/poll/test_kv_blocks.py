@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from extproc.fleet.held_blocks import BlockUpdate, is_up_to
+from extproc.poll.destination import IntoFleet
 from extproc.poll.kv_blocks import KvBlocks, Mark
 from extproc.poll.kv_events import read_batch
 from extproc.request.prefix import seed_of, token_keys
 from tests.examples import examples
-from tests.fakes import ManualClock
+from tests.fakes import A10, ManualClock, fleet_of, replica, state
 
 IDS = list(range(1000, 1064))
 KEYS = token_keys(IDS, 16, seed_of("", "")).tolist()
@@ -301,3 +302,18 @@ def test_invalid_block_sizes_and_token_ids_are_refused(odd: dict[str, Any]) -> N
     received = ReceivedBlocks()
     with pytest.raises((OverflowError, ValueError)):
         received.apply(stored(0, [1]) | odd)
+
+
+async def test_router_that_polls_by_itself_gets_forgotten_blocks_again() -> None:
+    clock = ManualClock()
+    fleet, blocks = fleet_of(clock, A10), KvBlocks(Random(1), clock)
+    fleet.members_known.set()
+    blocks.reset(complete=True)
+    for number in range(3):
+        blocks.apply(*read_batch(as_maps([stored(0, [number]) | {"token_ids": [number] * 16}])))
+        await IntoFleet(fleet).blocks_changed(replica(2), blocks)
+        if number == 0:
+            fleet.drop_stale(10.0)  # forgets the blocks, because the replica has no state yet
+        clock.advance(1.0)
+    fleet.put(state(2, A10, clock, kv_update=blocks.number))
+    assert fleet.blocks.count(replica(2)) == 3
