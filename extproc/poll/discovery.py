@@ -88,7 +88,8 @@ class Discovery:
         self._watches: dict[KubernetesPods, KubernetesWatch] = {}
 
     async def targets(self) -> tuple[Target, ...]:
-        """Looks up and returns the replicas. An address of several sources belongs to the first."""
+        """Looks up and returns the replicas. An address of several sources belongs to the first
+        source that does not drain it, or else to the first."""
         if self._file and (listed := self._file.if_changed()) is not None:
             self._listed = listed
         sources = (*self._sources, *self._listed)
@@ -100,10 +101,10 @@ class Discovery:
         self._named_at = {
             source: self._named(source) for source in sources if not source.kubernetes
         }
+        targets = [target for source in sources for target in self._targets_of(source)]
         found: dict[str, Target] = {}
-        for source in sources:
-            for target in self._targets_of(source):
-                found.setdefault(target.id, target)
+        for target in sorted(targets, key=lambda target: target.draining):
+            found.setdefault(target.id, target)
         self._drains.listed = found
         return tuple(
             replace(target, draining=target.draining or self._drains.has(id_))

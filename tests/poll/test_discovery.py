@@ -158,6 +158,20 @@ async def test_address_named_by_two_sources_counts_once() -> None:
     assert [target.name for target in await found.targets()] == ["mine", "10.0.0.2:80"]
 
 
+async def test_address_that_moves_to_another_source_does_not_drain() -> None:
+    names, clock = Names(a=["10.0.0.1", "10.0.0.2"], b=["10.0.0.3"]), ManualClock()
+    sources = [ReplicaSource(dns="a:80", name="a"), ReplicaSource(dns="b:80", name="b")]
+    found = discovery(*sources, names=names, answers=lambda _: True, clock=clock)
+    await found.targets()
+    names.zone = {"a": ["10.0.0.1"], "b": ["10.0.0.2", "10.0.0.3"]}
+    clock.advance(60.0)
+    assert {target.id: (target.name[0], target.draining) for target in await found.targets()} == {
+        "10.0.0.1:80": ("a", False),
+        "10.0.0.2:80": ("b", False),
+        "10.0.0.3:80": ("b", False),
+    }
+
+
 async def test_name_that_does_not_resolve_logs_once_and_recovers(logged: Logged) -> None:
     names = Names()
     found = discovery(ReplicaSource(url="gpu:80"), ReplicaSource(url="10.0.0.9:80"), names=names)
