@@ -16,6 +16,7 @@ from extproc.config import Config, KubernetesPods, ReplicaSource
 from extproc.ground.address import join_address, with_name
 from extproc.ground.clock import Clock, monotonic
 from extproc.ground.files import WatchedFiles
+from extproc.ground.runtime import in_daemon_thread
 from extproc.ground.yaml_file import read_yaml
 from extproc.poll.resolve import Host, Resolve, resolve_host
 from extproc.replica_state import ReplicaState
@@ -90,7 +91,7 @@ class Discovery:
     async def targets(self) -> tuple[Target, ...]:
         """Looks up and returns the replicas. An address of several sources belongs to the first
         source that does not drain it, or else to the first."""
-        if self._file and (listed := self._file.if_changed()) is not None:
+        if self._file and (listed := await in_daemon_thread(self._file.if_changed)) is not None:
             self._listed = listed
         sources = (*self._sources, *self._listed)
         names = {source.host_and_port[0] for source in sources if not source.kubernetes}

@@ -382,3 +382,13 @@ async def test_config_map_update_adds_and_removes_replicas(tmp_path: Path) -> No
     assert await ids(found) == ["10.0.0.1:80", "10.0.0.2:80"]
     update("..2", "[10.0.0.2:80, 10.0.0.3:80]")
     assert await ids(found) == ["10.0.0.2:80", "10.0.0.3:80"]
+
+
+async def test_replicas_file_that_cannot_be_read_yet_delays_no_other_task(tmp_path: Path) -> None:
+    """A reader of a named pipe waits for a writer, like a reader of a file server that hangs."""
+    file = tmp_path / "replicas.yaml"
+    os.mkfifo(file)
+    found = asyncio.create_task(ids(discovery(file=file)))
+    await asyncio.sleep(0.01)
+    file.write_text("[10.0.0.1:80]")
+    assert await found == ["10.0.0.1:80"]
