@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import msgspec
 from lightkube import AsyncClient, KubeConfig
-from lightkube.core.exceptions import ApiError, ConfigError
+from lightkube.core.exceptions import ConfigError
 from lightkube.core.resource import NamespacedResource, api_info
 from lightkube.models.meta_v1 import Status
 
@@ -179,8 +179,6 @@ def _problem(error: Exception) -> str:
     match error:
         case httpx2.HTTPStatusError():
             return str(error)
-        case ApiError():
-            return f"the watch failed ({error.status.code}): {error}"
         case KeyError():
             return f"{error.args[0]} is not set, as it is in every pod: run this process in a pod"
         case ssl.SSLError():
