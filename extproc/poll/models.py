@@ -48,8 +48,7 @@ class Models:
 
     def refresh(self, now: float) -> None:
         """Starts to read the models, at most once in ``MODELS_EVERY_S``."""
-        is_idle = self._reading is None or self._reading.done()
-        if is_idle and now - self._read_at >= MODELS_EVERY_S:
+        if now - self._read_at >= MODELS_EVERY_S:
             self._read_at = now
             self._reading = asyncio.create_task(self._refresh())
 
