@@ -67,11 +67,10 @@ class Poller:
 
     async def _rediscover(self) -> None:
         while True:
-            changed = self._into.drains.changed
             with suppress(TimeoutError):
                 async with asyncio.timeout(RESOLVE_S):
-                    await changed.wait()
-            changed.clear()
+                    await self._into.drains.changed.wait()
+            self._into.drains.changed.clear()
             await self._discover()
 
     async def _discover(self) -> None:
