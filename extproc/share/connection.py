@@ -21,6 +21,7 @@ from extproc.share.location import (
     LocatedConnection,
     LocatedTlsConnection,
     Server,
+    TlsConnection,
     ask_cluster,
     ask_sentinel,
 )
@@ -88,18 +89,19 @@ def connect(redis: RedisSettings | str, pool: str) -> Redis:
     """
     settings = RedisSettings(url=redis) if isinstance(redis, str) else redis
     options = settings.options | _ONCE
-    asking = options.pop("connection_class", Connection)  # with TLS: SSLConnection
+    tls = options.pop("connection_class", None) is SSLConnection
     if "path" in options:
         return Redis(unix_socket_path=options.pop("path"), **options)
     server = Server([(options.pop("host", ""), options.pop("port", _PORT))])
     nodes = [split_address(address) for address in settings.sentinels or settings.cluster]
+    asking = partial(TlsConnection if tls else Connection, **options)
     if settings.service is not None:
         login = {"username": settings.sentinel_username, "password": settings.sentinel_password}
         kind, ask = f"{settings.service} of sentinels ", partial(ask_sentinel, settings.service)
-        server = Server(nodes, kind, ask, asking, options | login | {"db": 0})
+        server = Server(nodes, kind, ask, partial(asking, **login, db=0))
     elif settings.cluster:
-        server = Server(nodes, "cluster ", partial(ask_cluster, Keys(pool).slot), asking, options)
-    connection = LocatedTlsConnection if asking is SSLConnection else LocatedConnection
+        server = Server(nodes, "cluster ", partial(ask_cluster, Keys(pool).slot), asking)
+    connection = LocatedTlsConnection if tls else LocatedConnection
     return Redis.from_pool(ConnectionPool(connection_class=connection, server=server, **options))
 
 
