@@ -14,7 +14,6 @@ from redis.exceptions import RedisError, ResponseError
 from extproc.config import Config
 from extproc.ground.address import split_address
 from extproc.ground.clock import Clock, monotonic
-from extproc.ground.outage_log import OutageLog
 from extproc.ground.runtime import together, until_signalled
 from extproc.observe.admin import serve_admin
 from extproc.observe.metrics import build_info
@@ -36,9 +35,7 @@ log = logging.getLogger(__name__)
 _GATHER_S = 0.02
 """Seconds to collect changes before a write: a round trip to Redis takes as long as writing ten
 states, or thousands of KV blocks."""
-# Positions in KV events that are saved or loaded at once. A poller may take over a thousand
-# replicas at the same moment, and redis-py opens at most 100 connections.
-_POSITIONS_AT_ONCE = 8
+_POSITIONS_AT_ONCE = 8  # saved or loaded; redis-py opens at most 100 connections
 _STUCK_S = 10.0
 """Seconds without a heartbeat after which the poller is not live: five times the duration of the
 slowest heartbeat, whose Redis commands almost time out."""
@@ -87,16 +84,10 @@ class Health:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._pools: dict[str, tuple[Assigner, OutageLog, Callable[[], Iterable[str]]]] = {}
+        self._pools: dict[str, tuple[Assigner, Callable[[], Iterable[str]]]] = {}
 
-    def add(
-        self,
-        pool: str,
-        assigner: Assigner,
-        outage: OutageLog,
-        unlisted: Callable[[], Iterable[str]],
-    ) -> None:
-        self._pools[pool] = assigner, outage, unlisted
+    def add(self, pool: str, assigner: Assigner, unlisted: Callable[[], Iterable[str]]) -> None:
+        self._pools[pool] = assigner, unlisted
 
     def live(self) -> str:
         """Returns the reason why the process has to be restarted: pools whose heartbeats have
@@ -104,16 +95,16 @@ class Health:
         now = self._clock()
         return "; ".join(
             f"pool {pool}: no heartbeat for {now - assigner.beat_at:.0f} s"
-            for pool, (assigner, *_) in self._pools.items()
+            for pool, (assigner, _) in self._pools.items()
             if assigner.beat_at is not None and now - assigner.beat_at > _STUCK_S
         )
 
     def ready(self) -> str:
         """Returns the reasons why the poller's states do not reach the routers."""
         reasons = []
-        for pool, (assigner, writes, unlisted) in self._pools.items():
+        for pool, (assigner, unlisted) in self._pools.items():
             reasons += [f"pool {pool}: no heartbeat yet"] if assigner.beat_at is None else []
-            reasons += [f"pool {pool}: redis is lost"] if writes.problem else []
+            reasons += [f"pool {pool}: redis is lost"] if assigner.outage.problem else []
             reasons += [
                 f"pool {pool}: {service} was never listed: see the log" for service in unlisted()
             ]
@@ -127,8 +118,10 @@ async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
     async with connect(config.redis, config.pool) as redis:
         into = IntoRedis(redis, config, name, Skips(metrics.skipped))
         poller = Poller(config, into, metrics, random)
-        metrics.redis_lost.labels(config.pool).set_function(lambda: bool(into.outage.problem))
-        health.add(config.pool, into.assigner, into.outage, poller.unlisted)
+        metrics.redis_lost.labels(config.pool).set_function(
+            lambda: bool(into.assigner.outage.problem)
+        )
+        health.add(config.pool, into.assigner, poller.unlisted)
         await into.drains.look(into.drain_store, monotonic())
         await together(poller.run(), into.run())
 
@@ -146,8 +139,7 @@ class IntoRedis(Destination):
     def __init__(self, redis: Redis, config: Config, name: str, skips: Skips | None = None) -> None:
         super().__init__()
         pool = config.pool
-        self.outage = outage(redis)
-        self.assigner = Assigner(redis, pool, name, self.outage, monotonic, skips)
+        self.assigner = Assigner(redis, pool, name, outage(redis), monotonic, skips)
         self._reader = StateReader(redis, pool, skips)
         self._writer = StateWriter(redis, pool, TTL_S)
         self._block_writer = BlockWriter(redis, pool)
@@ -210,14 +202,14 @@ class IntoRedis(Destination):
                 raise refusal
         except (RedisError, OSError) as error:
             self._states_due.set()
-            self.outage.failed(error)
+            self.assigner.outage.failed(error)
             return False
         self._changed = {
             replica: state
             for replica, state in self._changed.items()
             if state is not changed.get(replica)
         }
-        self.outage.recovered()
+        self.assigner.outage.recovered()
         return True
 
     async def claim(self, replicas: Collection[str], problems: Collection[str] = ()) -> Assignment:

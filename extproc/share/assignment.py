@@ -98,7 +98,7 @@ class Assigner:
         self._keys = Keys(pool)
         self._poller = poller
         self._key = self._keys.poller + poller
-        self._outage = outage
+        self.outage = outage
         self._clock = clock
         self._skips = skips or Skips()
         self._others: dict[str, frozenset[str]] = {}  # other living poller → replicas on its list
@@ -124,7 +124,7 @@ class Assigner:
             was_known, names = await self._write(Heartbeat((*replicas,), (*problems,)))
             others = await self._read(names)
         except (RedisError, OSError) as error:
-            self._outage.failed(error)
+            self.outage.failed(error)
             ended = self._clock()
             if not began_lapsed and ended <= began + LIFE_S:  # else the process stood still
                 self._lives_until = ended + LIFE_S
@@ -139,7 +139,7 @@ class Assigner:
             self._replicas = frozenset(each for each in replicas if self._owns(each, lapsed))
             self._lives_until = began + LIFE_S
             if not self._replicas:  # with replicas, the next write of states ends the outage
-                self._outage.recovered()
+                self.outage.recovered()
         self.beat_at = self._clock()
         listed_by_others = frozenset().union(*self._others.values())
         lapsed &= bool(self._others)  # without other pollers, nobody took the replicas
@@ -155,7 +155,7 @@ class Assigner:
                 pipe.pexpire(self._keys.pollers, life_ms)
                 await in_time(pipe.execute())
         except (RedisError, OSError) as error:
-            self._outage.failed(error)
+            self.outage.failed(error)
 
     def _owns(self, replica: str, is_new: bool) -> bool:
         rivals = [name for name, listed in self._others.items() if replica in listed]

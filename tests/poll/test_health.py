@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 
 from extproc.poll.into_redis import Health
 from extproc.share.assignment import Assigner
-from extproc.share.connection import outage as outage_of
+from extproc.share.connection import outage
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
 from tests.poll.polling import config, polling, read
@@ -36,9 +36,8 @@ async def test_poller_without_redis_is_not_ready(redis_server: RedisServer, logg
 async def test_poller_whose_heartbeats_have_ended_is_not_live(redis_client: Redis) -> None:
     clock = ManualClock()
     health = Health(clock)
-    outage = outage_of(redis_client)
-    assigner = Assigner(redis_client, "one", "poller", outage, clock)
-    health.add("one", assigner, outage, list)
+    assigner = Assigner(redis_client, "one", "poller", outage(redis_client), clock)
+    health.add("one", assigner, list)
     clock.advance(60)
     assert (health.live(), health.ready()) == ("", "pool one: no heartbeat yet")
     await assigner.beat(["10.0.0.1:8000"])
