@@ -64,12 +64,9 @@ def _in_any_form(data: bytes) -> Iterator[Event]:
     try:
         batch = msgspec.msgpack.decode(data)
         for event in batch["events"] if isinstance(batch, dict) else batch[1]:
-            fields = event if isinstance(event, dict) else _named(event)
-            if fields.get("type") in _FIELDS:
-                yield msgspec.convert(fields, Event)
+            if not isinstance(event, dict):
+                event = dict(zip(_FIELDS.get(event[0], ()), event, strict=False))
+            if event.get("type") in _FIELDS:
+                yield msgspec.convert(event, Event)
     except (msgspec.MsgspecError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"not a batch of KV events: {error}") from None
-
-
-def _named(event: list[Any]) -> dict[str, Any]:
-    return dict(zip(_FIELDS.get(event[0], ()), event, strict=False))
