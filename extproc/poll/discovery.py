@@ -48,8 +48,7 @@ class Target:
         """Returns the state, marked as draining or as not ready if this target is."""
         state = structs.replace(state, draining=self.draining)
         if not self.ready and state.healthy:
-            problem = "not ready, says Kubernetes"
-            state = structs.replace(state, healthy=False, problem=problem)
+            state = structs.replace(state, healthy=False, problem="not ready, says Kubernetes")
         return state
 
     @property

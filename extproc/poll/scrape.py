@@ -34,9 +34,7 @@ class PollMetrics:
         scrapes = Counter(
             "extproc_poll_scrapes", "Scrapes of replicas.", ["result"], registry=registry
         )
-        self.good = scrapes.labels("ok")
-        self.late = scrapes.labels("late")
-        self.failed = scrapes.labels("failed")
+        self.good, self.late, self.failed = map(scrapes.labels, ("ok", "late", "failed"))
         self.seconds = Histogram(
             "extproc_poll_scrape_seconds",
             "Duration of a scrape that succeeded.",
