@@ -17,8 +17,9 @@ _FORMS = (
     "rediss:// for TLS, or unix:///path; percent-encode special characters in a password"
 )
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("db", "username", "password", "client_name", "protocol"), ()),
+    **dict.fromkeys(("db", "username", "password", "client_name"), ()),
     **dict.fromkeys(("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_ciphers"), ()),
+    "protocol": ("2", "3"),
     "ssl_cert_reqs": ("required", "optional", "none"),
     "ssl_check_hostname": ("yes", "true", "1", "no", "false", "0"),
 }

@@ -280,6 +280,7 @@ def test_pods_are_those_of_a_service_or_an_inference_pool(
         ("redis://host?db=hunter2", "invalid value for 'db'"),
         ("redis://:hunter2@host?no_such_option=1", "unknown option"),
         ("rediss://:hunter2@host?ssl_ca_cert=x", "did you mean 'ssl_ca_certs'?"),
+        ("redis://:hunter2@host?protocol=4", "takes one of 2, 3"),
         ("rediss://:hunter2@host?ssl_cert_reqs=maybe", "required, optional, none"),
         ("rediss://:hunter2@host?ssl_check_hostname=perhaps", "one of yes, true"),
         ("rediss://:hunter2@host?ssl_ca_certs=/no/such/ca.pem", "/no/such/ca.pem: No such file"),
