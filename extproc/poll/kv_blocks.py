@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from extproc.fleet.held_blocks import NUMBERS, BlockUpdate
+from extproc.fleet.held_blocks import NUMBERS, BlockUpdate, pack, unpack
 from extproc.ground.clock import Clock
 from extproc.poll.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from extproc.request.prefix import seed_of, token_keys
@@ -42,9 +42,6 @@ class _Saved(msgspec.Struct, array_like=True, tag=1):
     hashes: bytes
     keys: bytes
     copies: dict[int, int]
-
-
-_NUMBERS = np.dtype("<u8")
 
 
 class KvBlocks:
@@ -88,7 +85,7 @@ class KvBlocks:
     def dump(self, mark: Mark) -> bytes:
         """Encodes the blocks as they were after the batch ``mark``, in 16 bytes a block."""
         held = self._keys, self._keys.values()
-        hashes, keys = (np.fromiter(part, _NUMBERS).tobytes() for part in held)
+        hashes, keys = (pack(np.fromiter(part, np.uint64)) for part in held)
         saved = _Saved(*mark, self._block_size, self._group, hashes, keys, self._copies)
         return msgspec.msgpack.encode(saved)
 
@@ -97,7 +94,7 @@ class KvBlocks:
         ``data`` is no dump."""
         try:
             saved = msgspec.msgpack.decode(data, type=_Saved)
-            parts = (np.frombuffer(part, _NUMBERS).tolist() for part in (saved.hashes, saved.keys))
+            parts = (unpack(bytes, part).tolist() for part in (saved.hashes, saved.keys))
             held = dict(zip(*parts, strict=True))
         except (msgspec.MsgspecError, ValueError):
             return None
