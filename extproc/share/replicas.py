@@ -184,7 +184,11 @@ class StateReader(ChannelReader[Change]):
             self._lists.clear()
         named = {change.lists for change in changes if isinstance(change, Put) and change.lists}
         if unknown := sorted(named - self._lists.keys()):
-            await self._read_lists(unknown)
+            keys = [self._keys.lists + name for name in unknown]
+            values = await in_time(self._redis.mget(keys))
+            for name, key, value in zip(unknown, keys, values, strict=True):
+                if value is not None and (lists := self._skips.open(key, value, LISTS)):
+                    self._lists[name] = lists
         completed = []
         for change in changes:
             if not (isinstance(change, Put) and change.lists):
@@ -193,13 +197,6 @@ class StateReader(ChannelReader[Change]):
                 state = structs.replace(change.state, models=lists.models, adapters=lists.adapters)
                 completed.append(Put(state))
         return completed
-
-    async def _read_lists(self, names: Sequence[str]) -> None:
-        keys = [self._keys.lists + name for name in names]
-        values = await in_time(self._redis.mget(keys))
-        for name, key, value in zip(names, keys, values, strict=True):
-            if value is not None and (lists := self._skips.open(key, value, LISTS)):
-                self._lists[name] = lists
 
     def _failed(self, error: Exception) -> None:
         self.outage.failed(error)
