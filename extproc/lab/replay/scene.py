@@ -100,10 +100,12 @@ class Scene:
 
     @property
     def names(self) -> dict[str, str]:
-        """``ip:port`` of each replica by its name, sorted. A replica without a name, or with the
-        name of an earlier replica, is named by its address."""
+        """``ip:port`` of each replica by its name, sorted. A replica without a name is named by its
+        address. If several replicas have a name, one that is healthy at the end gets the name."""
         found = dict[str, str]()
-        for address, replica in self.replicas.items():
+        for address, replica in sorted(
+            self.replicas.items(), key=lambda item: not item[1].state.healthy
+        ):
             name = replica.state.name
             found[address if not name or name in found else name] = address
         return dict(sorted(found.items()))

@@ -186,6 +186,18 @@ def test_capacity_shortens_and_traffic_prolongs_completions(
     assert high < 0.0 if sooner else low > 0.0
 
 
+@pytest.mark.parametrize(("name", "more"), [("a", "a"), ("0", "1")])
+@pytest.mark.usefixtures("one_seed")
+def test_replica_that_left_is_not_copied(
+    busy: Sequence[Line], tmp_path: Path, what_if: WhatIf, name: str, more: str
+) -> None:
+    """The pod of a StatefulSet gets another address when it is replaced, but keeps its name."""
+    began, *rest = busy
+    left = [replica(3, name=name), replace(replica(3, at=BEGAN + 1.0), state=None)]
+    folder = write(tmp_path / "record", [began, *left, *rest])
+    assert difference(what_if(folder, "--more", more), "mean")[2] < 0.0
+
+
 def test_random_policy_prolongs_completions(record: Path, what_if: WhatIf) -> None:
     low, seconds, high = difference(what_if(record, "--policy", "random"), "mean")
     assert 0.0 < low <= seconds <= high
