@@ -87,7 +87,7 @@ class Recorder:
         # By replica: last line (repeated when a file begins), time of the line, healthy, draining.
         self._replicas: dict[str, tuple[bytes, float, bool, bool]] = {}
         self._lock = Lock()
-        self._size = -1  # bytes of the newest file; -1: its first lines are not written yet
+        self._begun = False  # the last write succeeded, so the newest file has its first lines
         self._outage = OutageLog(logger, _NOT_WRITTEN, level=logging.ERROR, folder=str(folder))
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -194,33 +194,34 @@ class Recorder:
             self._add(ReplicaLine(at=self._wall(), id=replica))
 
     def _write(self, lines: list[bytes], since: float, lost: int) -> None:
-        """Append lines to the newest file or, if that is full, to a new file, which can be read
-        without older files. ``lost``: requests dropped since the last write, made at ``since``."""
+        """Append lines to the newest file. If that is full, or somebody moved it away, begin a new
+        file, which can be read without older files. ``lost``: requests dropped since the last
+        write, made at ``since``."""
         with self._lock:
             self._missing += lost
             if self._missing:
                 lines = [encode(LostLine(at=since, requests=self._missing)) + b"\n", *lines]
             text, newest = b"".join(lines), self._files[0]
             try:
-                if self._size < 0 or self._size + len(text) > self._most:
-                    self._rotate()
+                size = newest.stat().st_size if newest.exists() else 0
+                full = size + len(text) > self._most
+                if full or not (size and self._begun):
+                    if full:
+                        self._rotate()
                     known = [line for line, *_ in self._replicas.copy().values()]
                     text = b"".join([b"\n", self._start(since), *known, text])
                 newest.touch(0o600)
                 with newest.open("ab") as file:
                     file.write(text)
-                self._size = newest.stat().st_size
+                self._begun = True
                 self._missing = 0
                 self._outage.recovered()
             except OSError as error:
                 self._missing += sum(line.startswith(_REQUEST) for line in lines)
                 self._outage.failed(error.strerror)
-                self._size = -1
+                self._begun = False
 
     def _rotate(self) -> None:
-        newest = self._files[0]
-        if not newest.exists() or (self._size < 0 and newest.stat().st_size < self._most):
-            return  # an earlier process or attempt left a file that is not full
         for older, file in pairwise(reversed(self._files)):
             if file.exists():
                 file.replace(older)

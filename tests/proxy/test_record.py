@@ -277,6 +277,16 @@ async def test_record_files_are_bounded_and_readable(services: Services, folder:
         assert replica(1) in read(file).replicas
 
 
+async def test_record_goes_on_readable_after_its_file_was_moved_away(
+    services: Services, folder: Path
+) -> None:
+    for place in ("first", "second"):
+        await many(services, 10)
+        (file,) = files_in(folder)
+        moved = file.replace(folder.parent / place)
+        assert len(read(moved).requests) == 10
+
+
 async def test_unwritable_record_is_logged_once(
     services: Services, envoy: EnvoySide, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
