@@ -55,7 +55,7 @@ def check_envoy(tree: object, config: Config | None = None) -> list[Finding]:
         found.append(_completeness(file))
         for rule in OBSERVER_RULES if only_observes(file) else RULES:
             found += rule.apply(file)
-    return worst_first(found)
+    return worst_first(found + file.refused)
 
 
 def _completeness(file: EnvoyFile) -> Finding:

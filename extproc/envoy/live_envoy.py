@@ -19,32 +19,24 @@ _NO_ANSWER = (
 _DOWN = ("UNHEALTHY", "TIMEOUT")
 _EXPLAINS = {"router_port_matches", "transport_matches", "members_are_replicas"}
 """Rules that, if broken, explain the state of all members of the cluster."""
-_CLUSTERS = ("ClustersConfigDump", "static_clusters", "dynamic_active_clusters")
-_LISTENERS = ("ListenersConfigDump", "static_listeners", "dynamic_listeners")
-_ROUTES = ("RoutesConfigDump", "dynamic_route_configs")  # static routes are parts of listeners
 
 
 async def check_live_envoy(url: str, config: Config, replicas: Mapping[str, str]) -> list[Finding]:
     """Check the Envoy with this admin address; ``replicas``: ``ip:port`` → name."""
-    where = f"Envoy {url}"
+    where, url = f"Envoy {url}", url.rstrip("/")
     try:
         async with aiohttp.ClientSession(timeout=_PATIENCE, raise_for_status=True) as session:
             dump = await _get(session, f"{url}/config_dump")
             clusters = await _get(session, f"{url}/clusters?format=json")
-        tree, refusals = _running(dump), [*_refused(dump)]
         hosts = {cluster["name"]: _hosts(cluster) for cluster in clusters["cluster_statuses"]}
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         return [Finding("envoy", Level.ERROR, where, _NO_ANSWER.format(error or "no answer"))]
     except (LookupError, TypeError, AttributeError):
         text = _NO_ANSWER.format("this answer is not Envoy's")
         return [Finding("envoy", Level.ERROR, where, text)]
-    problems = [
-        (Level.ERROR, f"Envoy refused an update and keeps its old configuration: {reason}")
-        for reason in refusals
-    ]
-    judged = check_envoy(tree, config)
+    judged = check_envoy(dump, config)
     explained = {finding.where for finding in judged if finding.rule in _EXPLAINS}
-    problems += _check_members(EnvoyFile(tree), hosts, replicas, explained)
+    problems = _check_members(EnvoyFile(dump), hosts, replicas, explained)
     return [Finding("envoy", level, where, text) for level, text in problems] + judged
 
 
@@ -107,39 +99,3 @@ def _check_members(
             "the members"
         )
         yield Level.ERROR, text
-
-
-def _running(dump: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration in force.
-
-    Raises:
-        LookupError, TypeError, AttributeError: ``dump`` is not a dump of Envoy.
-    """
-    (part,) = _parts(dump, "BootstrapConfigDump")
-    bootstrap = {key: value for key, value in part["bootstrap"].items() if "dynamic" not in key}
-    listeners = [entry.get("active_state", entry) for entry in _entries(dump, *_LISTENERS)]
-    routes = _entries(dump, *_ROUTES)
-    return {
-        "bootstrap": bootstrap | {"static_resources": {}},  # replaced by those below
-        "clusters": [entry["cluster"] for entry in _entries(dump, *_CLUSTERS)],
-        "listeners": [entry["listener"] for entry in listeners if "listener" in entry],
-        "routes": [entry["route_config"] for entry in routes if "route_config" in entry],
-    }
-
-
-def _refused(dump: dict[str, Any]) -> Iterator[str]:
-    """Yield why Envoy refused the last version of resources."""
-    for lists in (_LISTENERS, _CLUSTERS, _ROUTES):
-        for entry in _entries(dump, *lists):
-            if "error_state" in entry:
-                yield str(entry["error_state"].get("details", "Envoy gives no reason"))
-
-
-def _entries(dump: dict[str, Any], part: str, *lists: str) -> Iterator[dict[str, Any]]:
-    for found in _parts(dump, part):
-        for name in lists:
-            yield from found.get(name, ())
-
-
-def _parts(dump: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    return [part for part in dump["configs"] if part["@type"].endswith(f".{name}")]

@@ -46,6 +46,12 @@ _BY_APPLY_TO = {
     "VIRTUAL_HOST": "envoy.config.route.v3.VirtualHost",
     "NETWORK_FILTER": "envoy.config.listener.v3.Filter",
 }
+_DUMP = "type.googleapis.com/envoy.admin."  # type of a part of a running Envoy's dump
+_SKIPPED = {
+    *("draining_state", "warming_state", "dynamic_warming_clusters"),  # not in force
+    "static_route_configs",  # also in the listeners
+}
+"""Keys in dumps whose values are not read."""
 _TYPED_STRUCT = re.compile(r"(udpa\.type\.v1|xds\.type\.v3)\.TypedStruct$")
 
 Path = tuple[str | int, ...]  # keys and indices that lead to a place in the tree
@@ -81,10 +87,12 @@ class Node(dict[str, Any]):
 
 
 class Tree:
-    """Envoy's messages in a bootstrap, a fragment of a bootstrap, or a patch for a mesh."""
+    """Envoy's messages in a bootstrap, a fragment of a bootstrap, or a patch for a mesh; of a
+    running Envoy's dump, the messages that are in force."""
 
     def __init__(self, tree: object) -> None:
         self.findings: list[Finding] = []  # breaches of the schema, and unknown types
+        self.refused: list[Finding] = []  # updates that the running Envoy refused
         self._nodes: list[Node] = []
         self._search(tree, (), None, kubernetes=False)
 
@@ -103,7 +111,12 @@ class Tree:
             case list():
                 for index, item in enumerate(value):
                     self._search(item, (*path, index), kind, kubernetes)
-            case {"@type": str()}:
+            case {
+                "@type": str(),
+                "bootstrap": _,
+            }:  # of a dump, whose other parts have the resources
+                self._read(_message_type(BOOTSTRAP), {}, path)
+            case {"@type": str(name)} if not name.startswith(_DUMP):
                 self._read_any(value, path)
             case {"static_resources": _} | {"staticResources": _}:
                 self._read(_message_type(BOOTSTRAP), value, path)
@@ -112,12 +125,20 @@ class Tree:
             case {"applyTo": target, "patch": Mapping() as patch}:
                 kind = _BY_APPLY_TO.get(str(target))
                 self._search(patch.get("value"), (*path, "patch", "value"), kind, kubernetes)
+            case {"failed_configuration": _, "details": reason} | {
+                "failedConfiguration": _,
+                "details": reason,
+            }:
+                text = f"Envoy refused an update and keeps its old configuration: {reason}"
+                self.refused.append(Finding("envoy", Level.ERROR, _written(path), text))
             case Mapping():
                 # Resources of Kubernetes use the same keys for other things.
                 kubernetes = kubernetes or {"apiVersion", "kind"} <= value.keys()
                 for key, child in value.items():
-                    kind = None if kubernetes else _BY_KEY.get(snake_case(str(key)))
-                    self._search(child, (*path, str(key)), kind, kubernetes)
+                    name = snake_case(str(key))
+                    kind = None if kubernetes else _BY_KEY.get(name)
+                    if name not in _SKIPPED:
+                        self._search(child, (*path, str(key)), kind, kubernetes)
 
     def _read(self, cls: Any, value: object, path: Path) -> Any:
         """Return a node, or the value of a duration or wrapper; None for a breach of the schema."""

@@ -3,7 +3,7 @@
 import copy
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -119,6 +119,11 @@ class EditableBootstrap:
         listeners.append({"name": "other", "filter_chains": [{"filters": filters}]})
         return self
 
+    def take_listeners(self) -> Self:
+        """Let Envoy take listeners and clusters from files, too."""
+        self.tree["dynamic_resources"] = bootstrap(GOOD, Path("/live"))["dynamic_resources"]
+        return self
+
     def original_dst(self, **config: object) -> None:
         del self.replicas["load_balancing_policy"], self.replicas["load_assignment"]
         self.replicas.update(
@@ -162,6 +167,23 @@ class EditableBootstrap:
         ext_proc, _, removing, router = self.filters
         self.filters[:] = [removing, ext_proc, router]
         return self
+
+
+def dump_of(
+    bootstrap: Mapping[str, Any], clusters: Iterable[Mapping[str, Any]], **listeners: object
+) -> dict[str, Any]:
+    """Return the dump of a running Envoy; ``listeners``: further lists of listeners."""
+    (listener,) = bootstrap["static_resources"]["listeners"]
+    types = "type.googleapis.com/envoy.admin.v3."
+    cluster = {"@type": f"type.googleapis.com/{CLUSTER}"}
+    parts: dict[str, dict[str, Any]] = {
+        "BootstrapConfigDump": {"bootstrap": bootstrap},
+        "ListenersConfigDump": {"static_listeners": [{"listener": listener}], **listeners},
+        "ClustersConfigDump": {
+            "static_clusters": [{"cluster": {**cluster, **each}} for each in clusters]
+        },
+    }
+    return {"configs": [{"@type": f"{types}{name}", **part} for name, part in parts.items()]}
 
 
 FILTER_CONFIG = "type.googleapis.com/envoy.config.route.v3.FilterConfig"
@@ -215,10 +237,10 @@ def complaints(tree: object, settings: Settings = SINGLE_CHOICE) -> list[Finding
     return [finding for finding in findings if finding.level is not Level.OK]
 
 
-def changed(change: Breakage) -> object:
-    bootstrap = EditableBootstrap()
-    change(bootstrap)
-    return bootstrap.tree
+def changed(change: Breakage) -> dict[str, Any]:
+    editable = EditableBootstrap()
+    change(editable)
+    return editable.tree
 
 
 def row(
@@ -260,6 +282,8 @@ def test_command_accepts_every_shipped_file(
         (changed(lambda b: b.filters.pop(0)), "has_ext_proc", Level.ERROR, "never asks the router"),
         (bootstrap(GOOD, Path("/live")), "has_ext_proc", Level.WARNING,
          "the file that lds_config names"),
+        (dump_of(changed(lambda b: (b.filters.pop(0), b.take_listeners())), []), "has_ext_proc",
+         Level.ERROR, "never asks the router"),
         ({"http_filters": EditableBootstrap().filters}, "is_complete", Level.WARNING,
          "has no listener and no route and no cluster"),
         (read_yaml(ENVOY / "istio.yaml"), "is_complete", Level.WARNING, "no route"),
@@ -696,6 +720,21 @@ def test_field_with_digit_is_read() -> None:
     router = EditableBootstrap().router | {"outlier_detection": {"consecutive_5xx": 7}}
     (cluster,) = EnvoyFile({"clusters": [router]}).all(CLUSTER)
     assert cluster["outlier_detection"]["consecutive_5xx"] == 7
+
+
+def test_only_parts_of_a_dump_that_are_in_force_are_judged() -> None:
+    good, before = EditableBootstrap(), EditableBootstrap()
+    del before.ext_proc["failure_mode_allow"]
+    old = {"listener": before.listener}
+    refused = {"failed_configuration": before.listener, "details": "duplicate address"}
+    states = {"draining_state": old, "warming_state": old, "error_state": refused}
+    dump = dump_of(good.tree, good.clusters, dynamic_listeners=[{"name": "openai", **states}])
+    for tree in (dump, _camel(dump), {"namespace": {"pod": dump}}):
+        (finding,) = complaints(tree)
+        assert (finding.level, finding.text.partition(": ")[2]) == (
+            Level.ERROR,
+            "duplicate address",
+        )
 
 
 def test_camel_case_json_is_read() -> None:

@@ -24,7 +24,7 @@ from extproc.share.drains import DrainStore
 from tests.conftest import RedisServer
 from tests.e2e.stack import EdsStack, PatientStack, here, patient
 from tests.envoy.members import EnvoyMembers
-from tests.envoy.test_check import EditableBootstrap
+from tests.envoy.test_check import EditableBootstrap, dump_of
 from tests.envoy.watched_files import bootstrap, split
 from tests.poll.polling import SOON, config, watching
 from tests.poll.replica import ScriptedReplica, hang, models, page, serving, text
@@ -279,6 +279,11 @@ async def test_running_envoy_is_checked_like_its_file(
         assert bad(lines) == []
         ok = [line for line in lines if line.startswith("ok ")]
         assert any("The replicas' cluster can obey the router" in line for line in ok)
+        dump = tmp_path / "dump.json"
+        async with aiohttp.request("GET", f"{stack.envoy_admin}/config_dump") as response:
+            dump.write_bytes(await response.read())
+        judged = bad(await check(stack.config_file, "--envoy", str(dump)))
+        assert judged == []
         await stack.process("router").kill()
         await until(lambda: _unhealthy(stack.envoy_admin))
         # Once the router's presence in Redis has expired, that is an error of its own.
@@ -322,7 +327,7 @@ async def test_members_known_to_one_side_are_reported_beside_another_mistake(
 def answer_as_envoy(
     replica: ScriptedReplica,
     bootstrap: Mapping[str, Any],
-    clusters: Sequence[object],
+    clusters: Sequence[Mapping[str, Any]],
     members: Mapping[str, Mapping[str, object]],
     **listeners: object,
 ) -> None:
@@ -331,20 +336,6 @@ def answer_as_envoy(
     ``members``: health of each member, by cluster and ``host:port``; ``listeners``: further lists
     of listeners.
     """
-    (listener,) = bootstrap["static_resources"]["listeners"]
-    types = "type.googleapis.com/envoy.admin.v3."
-    dump = [
-        {"@type": f"{types}BootstrapConfigDump", "bootstrap": bootstrap},
-        {
-            "@type": f"{types}ListenersConfigDump",
-            "static_listeners": [{"listener": listener}],
-            **listeners,
-        },
-        {
-            "@type": f"{types}ClustersConfigDump",
-            "static_clusters": [{"cluster": cluster} for cluster in clusters],
-        },
-    ]
     statuses = [
         {
             "name": name,
@@ -355,7 +346,8 @@ def answer_as_envoy(
         }
         for name, hosts in members.items()
     ]
-    replica.answers["/config_dump"] = text(json.dumps({"configs": dump}))
+    dump = dump_of(bootstrap, clusters, **listeners)
+    replica.answers["/config_dump"] = text(json.dumps(dump))
     replica.answers["/clusters"] = text(json.dumps({"cluster_statuses": statuses}))
 
 
@@ -370,11 +362,11 @@ async def test_other_server_at_envoy_admin_is_error(check: Check, answer: str) -
 
 
 async def test_refused_update_of_envoy_is_error(check: Check) -> None:
-    state = {"details": "duplicate address 0.0.0.0:8080"}
+    state = {"failed_configuration": {}, "details": "duplicate address 0.0.0.0:8080"}
     refused = [{"name": "openai", "error_state": state}]
     async with serving() as replica:
         answer_as_envoy(replica, EditableBootstrap().tree, [], {}, dynamic_listeners=refused)
-        arguments = alone(replica.id), "--envoy-admin", f"http://{replica.id}"
+        arguments = alone(replica.id), "--envoy-admin", f"http://{replica.id}/"
         errors = bad(await check(*arguments, status=1))
     (refusal,) = [error for error in errors if "Envoy refused an update" in error]
     assert "duplicate address 0.0.0.0:8080" in refusal
