@@ -153,17 +153,25 @@ class EnvoyFile(Tree):
     def _entries(self, kind: str) -> list[Node]:
         return [entry for entry in self.all(FILTER) if self.all(kind, entry)]
 
+    def around(self, node: Node, kind: str) -> Node | None:
+        """Return the message of a type that contains ``node``; None if the file shows none."""
+        found = (each for each in self.all(kind) if node.path[: len(each.path)] == each.path)
+        return next(found, None)
+
     def is_buffered_after(self, filter: Node) -> bool:
         """Return true if a buffer filter after ``filter`` holds requests until they are whole."""
-        return any(_may_precede(filter.path, buffer.path) for buffer in self.all(BUFFER))
+        buffers = self.all(BUFFER, self.around(filter, MANAGER))
+        return any(_may_precede(filter.path, buffer.path) for buffer in buffers)
 
     def removes_before(self, filter: Node, header: str) -> bool:
         """Return true if a client's header is removed before a request reaches ``filter``."""
-        return any(_removes(early["mutations"], header) for early in self.all(_EARLY)) or any(
-            _removes(mutation["mutations"]["request_mutations"], header)
-            for mutation in self.all(_HEADER_MUTATION)
+        manager = self.around(filter, MANAGER)
+        removed = [early["mutations"] for early in self.all(_EARLY, manager)] + [
+            mutation["mutations"]["request_mutations"]
+            for mutation in self.all(_HEADER_MUTATION, manager)
             if _may_precede(mutation.path, filter.path)
-        )
+        ]
+        return any(_removes(mutations, header) for mutations in removed)
 
 
 def destination(cluster: Node) -> str:

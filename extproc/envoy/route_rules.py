@@ -11,7 +11,7 @@ from extproc.envoy.rules import (
     seconds,
     takes_one_address,
 )
-from extproc.envoy.tree import LISTENER, MANAGER, ROUTE, ROUTE_ENTRY, Node
+from extproc.envoy.tree import LISTENER, MANAGER, ROUTE, ROUTE_ENTRY, VIRTUAL_HOST, Node
 
 _ANY_PATH = (".*", ".+", "/.*")
 _SHORT_ROUTE = timedelta(minutes=10)
@@ -92,9 +92,9 @@ def _cuts_waiting(node: Node, _: EnvoyFile) -> str:
     )
 
 
-def _not_retried(route: Node, _: EnvoyFile) -> str:
+def _not_retried(route: Node, file: EnvoyFile) -> str:
     """Return the failures of a dead or misconfigured replica that the route does not retry."""
-    policy = route["retry_policy"]
+    policy = route["retry_policy"] or (file.around(route, VIRTUAL_HOST) or route)["retry_policy"]
     if policy and policy["num_retries"] == 0:
         return "anything (num_retries: 0)"
     conditions = {condition.strip() for condition in policy["retry_on"].split(",")}

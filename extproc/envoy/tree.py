@@ -27,6 +27,7 @@ CLUSTER = "envoy.config.cluster.v3.Cluster"
 LISTENER = "envoy.config.listener.v3.Listener"
 ROUTE = "envoy.config.route.v3.RouteAction"
 ROUTE_ENTRY = "envoy.config.route.v3.Route"
+VIRTUAL_HOST = "envoy.config.route.v3.VirtualHost"
 MANAGER = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
 FILTER = "envoy.extensions.filters.network.http_connection_manager.v3.HttpFilter"
 _BY_KEY = {
@@ -43,7 +44,7 @@ _BY_APPLY_TO = {
     "LISTENER": LISTENER,
     "HTTP_FILTER": FILTER,
     "HTTP_ROUTE": ROUTE_ENTRY,
-    "VIRTUAL_HOST": "envoy.config.route.v3.VirtualHost",
+    "VIRTUAL_HOST": VIRTUAL_HOST,
     "NETWORK_FILTER": "envoy.config.listener.v3.Filter",
 }
 _DUMP = "type.googleapis.com/envoy.admin."  # type of a part of a running Envoy's dump

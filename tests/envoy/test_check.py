@@ -119,6 +119,13 @@ class EditableBootstrap:
         listeners.append({"name": "other", "filter_chains": [{"filters": filters}]})
         return self
 
+    def copy_listener(self, without: int) -> Self:
+        """Add a copy of the listener that lacks one of the filters."""
+        listener = copy.deepcopy(self.listener) | {"name": "second"}
+        del listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"][without]
+        self.tree["static_resources"]["listeners"].append(listener)
+        return self
+
     def take_listeners(self) -> Self:
         """Let Envoy take listeners and clusters from files, too."""
         self.tree["dynamic_resources"] = bootstrap(GOOD, Path("/live"))["dynamic_resources"]
@@ -322,6 +329,7 @@ BREAKAGES = [
     error("requests_wait", "SEND", lambda b: b.filters.pop(1)),
     error("requests_wait", "envoy.filters.http.buffer",
      lambda b: b.filters.insert(0, b.filters.pop(1))),
+    error("requests_wait", "SEND", lambda b: b.copy_listener(without=1)),
     error("routes_wait", "buffer is disabled", lambda b: b.routes[0].update(NO_BUFFER)),
     error("routes_wait", "buffer is disabled", lambda b: b.host.update(NO_BUFFER)),
     error("routes_wait", "buffer is disabled",
@@ -354,6 +362,8 @@ BREAKAGES = [
      lambda b: b.headers_first().filters.pop(0)),
     error("forged_destination_is_removed", "before",
      lambda b: b.headers_first().filters.insert(1, b.filters.pop(0))),
+    error("forged_destination_is_removed", "before",
+     lambda b: b.headers_first().copy_listener(without=0)),
     warning("forged_mark_is_removed", "early_header_mutation", EditableBootstrap.keep_forged_mark),
     error("replica_cluster_obeys", f"sources: {FROM_METADATA}",
      lambda b: b.replicas.pop("load_balancing_policy")),
@@ -571,6 +581,7 @@ ALLOWED: list[Breakage] = [
     lambda b: (b.manager.update(stream_idle_timeout="0s"), b.route.update(idle_timeout="120s")),
     lambda b: (b.manager.update(stream_idle_timeout="1s"), b.route.update(idle_timeout="0s")),
     lambda b: b.route["retry_policy"].pop("num_retries"),
+    lambda b: b.host.update(retry_policy=b.route.pop("retry_policy")),
     lambda b: b.route["retry_policy"].update(
         retry_on="connect-failure, 5xx, retriable-status-codes", retriable_status_codes=[401, 403]),
     lambda b: b.routes[0].update(override(processing_mode=WHOLE_BODY)),
