@@ -96,10 +96,20 @@ class EnvoyFile(Tree):
         return [route for route in routes if not names or clusters_of(route) & names]
 
     @cached_property
+    def ext_procs(self) -> list[Node]:
+        """The ext_proc filters that are enabled for a route to the replicas, because others ask
+        another server; all if none is enabled there, as in patches."""
+        routes, entries = self.replica_routes, self._entries(EXT_PROC)
+        asked = [each for each in entries if any(self._passes(each, route) for route in routes)]
+        return [filter for each in asked for filter in self.all(EXT_PROC, each)] or self.all(
+            EXT_PROC
+        )
+
+    @cached_property
     def filters(self) -> list[Node]:
         """The ext_proc filters, as configured and as overridden by routes to the replicas."""
         overridden = [filter for route in self.replica_routes for filter in self.filters_of(route)]
-        return [*{node.path: node for node in (*self.all(EXT_PROC), *overridden)}.values()]
+        return [*{node.path: node for node in (*self.ext_procs, *overridden)}.values()]
 
     def filters_of(self, route: Node) -> list[Node]:
         """Return the ext_proc filters as a route overrides them; unchanged without overrides."""
@@ -108,8 +118,8 @@ class EnvoyFile(Tree):
             for entry in self._entries(EXT_PROC)
             for setting in self._settings_for(route, entry)
             if setting.kind == _PER_ROUTE and "overrides" in setting
-            for filter in self.all(EXT_PROC)
-        ] or self.all(EXT_PROC)
+            for filter in self.all(EXT_PROC, entry)
+        ] or self.ext_procs
 
     def is_enabled(self, filter: Node) -> bool:
         """Return true if the entry in ``http_filters`` is not disabled, or a route enables it."""

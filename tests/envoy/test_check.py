@@ -119,6 +119,14 @@ class EditableBootstrap:
         listeners.append({"name": "other", "filter_chains": [{"filters": filters}]})
         return self
 
+    def add_other_ext_proc(self) -> Self:
+        """Add a filter that asks another server, for one route to another cluster."""
+        config = {**self.ext_proc, "failure_mode_allow": False, "processing_mode": {}}
+        self.filters.insert(0, {"name": "other", "typed_config": config, "disabled": True})
+        settings = {"other": {"@type": FILTER_CONFIG, "config": {}}}
+        self.add_cluster("web").routes.append({**WEB, "typed_per_filter_config": settings})
+        return self
+
     def copy_listener(self, without: int) -> Self:
         """Add a copy of the listener that lacks one of the filters."""
         listener = copy.deepcopy(self.listener) | {"name": "second"}
@@ -574,6 +582,7 @@ ALLOWED: list[Breakage] = [
     lambda b: (b.route.update(cluster="by_cds"), b.clusters.pop(),
      b.tree.update(dynamic_resources={"cds_config": {"ads": {}}})),
     lambda b: b.add_listener(),
+    lambda b: b.add_other_ext_proc(),
     lambda b: (b.add_cluster("web"), b.routes.append(WEB)),
     lambda b: b.routes.insert(0, {**b.routes[0], "match": {"prefix": "/", "grpc": {}}}),
     lambda b: (b.add_cluster("web"), b.routes.append(CATCH_ALL)),
