@@ -37,7 +37,8 @@ def play(
 ) -> Played:
     """Play a scene; ``forced``: dispatch served requests at their recorded times and replicas.
 
-    ``seed`` seeds the policy and the jitter; ``show`` is called with the share of ended requests.
+    ``seed`` seeds the policy and the jitter; ``show`` is called with the share of ended requests,
+    and with 1 at the end.
 
     Raises:
         ValueError: the replicas are overloaded.
@@ -60,6 +61,7 @@ def play(
         ttft[index], completion[index] = served.ttft, served.completion
         replicas[index] = served.replica
         show(done / len(requests))
+    show(1.0)
     return Played(ttft, completion, replicas)
 
 

@@ -95,6 +95,14 @@ def test_replay_is_near_the_record(record: Path, what_if: WhatIf) -> None:
     assert "differences" not in answer
 
 
+def test_progress_ends_with_the_whole(record: Path) -> None:
+    """Then the terminal's progress bar is removed."""
+    shares = list[float]()
+    play(scene_of(read(record)), 0, show=shares.append)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
 def test_replica_has_its_first_measured_step_times_before_they_are_measured(
     busy: Sequence[Line], tmp_path: Path, what_if: WhatIf
 ) -> None:
