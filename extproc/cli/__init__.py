@@ -63,6 +63,9 @@ def _run(argv: Sequence[str] | None) -> int:
             print(f"extproc {name} was removed: {instead}", file=sys.stderr)
             return 2
     args = command_line().parse_args(words)
+    from extproc.ground.runtime import allow_many_connections  # takes 0.1 s, too long for help
+
+    allow_many_connections()
     try:
         return int(args.run(args))
     except CommandError as error:

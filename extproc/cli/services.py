@@ -11,7 +11,6 @@ from extproc.cli.arguments import CommandError, UsageError
 from extproc.cli.configuration import add_flags, configured
 from extproc.config import Config
 from extproc.ground.garbage import never_garbage
-from extproc.ground.runtime import allow_many_connections
 from extproc.observe import logs
 
 logger = logging.getLogger(__name__)
@@ -31,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = configured(args)
     logs.setup(config.log)
-    allow_many_connections()
     try:
         uvloop.run(_service(args.command)(config))
     except (OSError, ValueError) as error:  # such as an address in use, or a missing tokenizer

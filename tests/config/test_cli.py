@@ -277,6 +277,17 @@ def test_address_in_use_exits_with_one_line(
     assert f"on {address} ({setting}): " in line
 
 
+def test_every_command_may_open_many_files() -> None:
+    """With few files, ``extproc check --live`` would find some of a thousand replicas dead."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+    try:
+        assert main(["check"]) == 0
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("command", "number"),
