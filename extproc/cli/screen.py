@@ -42,7 +42,8 @@ def draw(lines: Sequence[str]) -> None:
 
 def screen(routers: Sequence[RouterView], notes: Sequence[str], width: int) -> list[str]:
     """Format routers in ``width`` columns: errors and notes, a table if there are several routers,
-    then the fleet as known to the first router that answers, with the warnings of all routers.
+    then the fleet as known to the first router that answers, with the warnings of all routers that
+    answer. If none answers any more, the last snapshots stand for the routers.
 
     At least one router must have a snapshot. A router of another version may have made it, so any
     field of a snapshot may be missing.
@@ -50,11 +51,11 @@ def screen(routers: Sequence[RouterView], notes: Sequence[str], width: int) -> l
     problems = [*(router.error for router in routers if router.error), *notes]
     lines = [*chain.from_iterable(paragraph(printable(text), 2, "!", width) for text in problems)]
     known = [router for router in routers if router.snapshot]
-    shown = min(known, key=lambda router: bool(router.error))
-    snapshot = shown.snapshot
+    heard = [router for router in known if not router.error] or known
+    shown, snapshot = heard[0].name, heard[0].snapshot
     if len(routers) > 1:
-        lines += [*_routers(routers, shown.name, width), ""]
-        snapshot = {**snapshot, "warnings": _warnings(routers)}
+        lines += [*_routers(routers, shown, width), ""]
+        snapshot = {**snapshot, "warnings": _warnings(heard)}
     lines += _fleet(snapshot, width)
     return [printable(line)[:width] for line in lines]
 
@@ -84,13 +85,12 @@ def _figures_of(snapshot: Snapshot) -> dict[str, str]:
 
 
 def _warnings(routers: Sequence[RouterView]) -> list[str]:
-    """Merge the warnings of the routers that answer, the worst of each router first. A warning that
-    only some of these routers have begins with their names. Routers see a fault at different times,
-    so warnings that differ in nothing but the time are one."""
+    """Merge the warnings of routers, the worst of each router first. A warning that only some of
+    these routers have begins with their names. Routers see a fault at different times, so warnings
+    that differ in nothing but the time are one."""
     warned = {
         router.name: {_TIME.sub("", text): text for text in router.snapshot.get("warnings", ())}
         for router in routers
-        if router.snapshot and not router.error
     }
     lines = list[str]()
     for cause in filter(None, dict.fromkeys(chain.from_iterable(zip_longest(*warned.values())))):

@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -74,6 +75,14 @@ async def test_top_says_that_there_is_no_warning(services: Services) -> None:
     assert "No warnings." in screen([await view_of(services)], (), WIDTH)
     poll(services, 4, healthy=False, problem="/health answered 503")
     assert "No warnings." not in screen([await view_of(services)], (), WIDTH)
+
+
+async def test_top_keeps_the_last_warnings_while_no_router_answers(services: Services) -> None:
+    poll(services, 4, healthy=False, problem="/health answered 503")
+    silent = replace(await view_of(services), error="no router answers")
+    lines = screen([silent, replace(silent, name="second")], (), WIDTH)
+    assert "No warnings." not in lines
+    assert [line for line in lines if line.startswith("! r4 is excluded: ")]
 
 
 async def test_decisions_are_listed(services: Services, router: str, top: Run) -> None:
