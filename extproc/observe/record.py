@@ -30,8 +30,8 @@ class StartLine(_Line, frozen=True, tag="start"):
     this line on, except those that a :class:`LostLine` counts."""
 
     format: int
-    pool: str
-    config: dict[str, Any]  # settings that decisions depend on
+    pool: str = ""
+    config: dict[str, Any] = {}  # settings that decisions depend on
 
 
 class ReplicaLine(_Line, frozen=True, tag="replica"):

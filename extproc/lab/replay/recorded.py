@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
-import msgspec
+from msgspec import MsgspecError
+from msgspec.json import decode
 from msgspec.structs import replace
 
 from extproc.observe.record import (
@@ -83,22 +83,19 @@ def _lines_of(file: Path) -> tuple[list[Line], int]:
     unreadable = 0
     for text in filter(None, file.read_bytes().splitlines()):
         try:
-            fields = msgspec.json.decode(text, type=dict[str, Any])
-            _check_format(file, fields)
-            found.append(msgspec.convert(fields, Line))
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            line = decode(text, type=Line)
+        except (MsgspecError, UnicodeDecodeError):
             unreadable += 1
+            continue
+        if isinstance(line, StartLine) and line.format != FORMAT:
+            raise ValueError(
+                f"{file} has format {line.format}, but this version reads {FORMAT}: use the "
+                "version of extproc that wrote the file, or record anew"
+            )
+        found.append(line)
     if unreadable > max(len(found) * _MOST_UNREADABLE_SHARE, _MOST_UNREADABLE):
         raise ValueError(f"{file} is no record: {unreadable} of its lines cannot be read")
     return found, unreadable
-
-
-def _check_format(file: Path, fields: dict[str, Any]) -> None:
-    if fields.get("kind") == "start" and fields.get("format") != FORMAT:
-        raise ValueError(
-            f"{file} has format {fields.get('format')}, but this version reads {FORMAT}: use the "
-            "version of extproc that wrote the file, or record anew"
-        )
 
 
 def _merged(routers: Sequence[Sequence[Line]], excluded: Counter[str]) -> Recorded:
