@@ -57,6 +57,9 @@ async def demo(args: argparse.Namespace) -> int:
     except asyncio.CancelledError:
         _print("\nstopped")
         status = _INTERRUPTED if args.once else 0
+    except BrokenPipeError:  # nobody reads the output any more
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
     except (ProcessError, OSError) as error:
         raise ProcessError(f"{error}\nlogs: {directory}") from None
     shutil.rmtree(directory, ignore_errors=True)

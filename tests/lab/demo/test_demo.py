@@ -110,6 +110,19 @@ async def test_signal_stops_every_process_without_errors() -> None:
     assert not running(started)
 
 
+async def test_reader_that_leaves_ends_the_demo_without_an_error() -> None:
+    """As in ``extproc demo | head``."""
+    read, write = os.pipe()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "extproc", "demo"), stdout=write, stderr=PIPE
+    )
+    os.close(write)
+    assert await asyncio.to_thread(os.read, read, 1)
+    os.close(read)
+    _, stderr = await process.communicate()
+    assert (process.returncode, stderr) == (141, b"")
+
+
 @pytest.fixture
 async def installed(tmp_path: Path) -> Path:
     """Package installed by pip into a folder, away from the clone."""
