@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import cycle, islice
 from pathlib import Path
 from typing import NoReturn
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     excluded = dict(recorded.excluded)
     if args.json:
         figures = replayed.to_json() | {"excluded": excluded, "unused_s": recorded.unused_s}
-        print(json.dumps(figures | (comparison.to_json() if comparison else {}), indent=2))
+        print(json.dumps(figures | (asdict(comparison) if comparison else {}), indent=2))
     else:
         print(replayed)
         if recorded.unused_s:

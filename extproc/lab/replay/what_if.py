@@ -98,9 +98,6 @@ class ChangeEffect:
     short: bool  # the record is too short for reliable bounds
     unserved: tuple[float, float]  # share of requests that no replica serves: unchanged, changed
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     def __str__(self) -> str:
         columns = [Column("seconds", left=True), *_COLUMNS]
         lines = [f"with {self.change}", "", *table(columns, list(self._rows()))]
