@@ -16,6 +16,7 @@ from typing import Any
 
 from betterproto2 import Message
 from envoy_data_plane.google.protobuf import Any as AnyMessage
+from envoy_data_plane.google.protobuf import Duration
 from pydantic import ValidationError
 
 from extproc.envoy.finding import Finding, Level
@@ -145,6 +146,8 @@ class Tree:
         """Return a node, or the value of a duration or wrapper; None for a breach of the schema."""
         if cls is AnyMessage:
             return self._read_any(value, path)
+        if cls is Duration and not isinstance(value, str):
+            return self._report(path, f"must be a duration, such as 1s, not {value!r}")
         if _is_plain(cls):
             return self._convert(lambda: _unwrapped(cls.from_dict(value)), path)
         if not isinstance(value, Mapping):

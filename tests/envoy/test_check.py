@@ -674,6 +674,8 @@ MISSPELT: list[tuple[str, str, Breakage]] = [
      lambda b: b.mode.update(request_body_mode=1024)),
     ("static_resources.clusters[0].connect_timeout", "soon",
      lambda b: b.router.update(connect_timeout="soon")),
+    ("routes[0].route.timeout", "must be a duration, such as 1s, not 0",
+     lambda b: b.route.update(timeout=0)),
     ("clusters[1].circuit_breakers.thresholds[0].max_request", "did you mean 'max_requests'?",
      lambda b: b.replicas["circuit_breakers"]["thresholds"][0].update(max_request=1)),
     ("static_resources.clusters[1].circuit_breakers", "must hold the fields",
