@@ -3,19 +3,9 @@
 from datetime import timedelta
 from itertools import starmap
 
-from extproc.envoy.envoy_file import (
-    OVERRIDE_HOST,
-    EnvoyFile,
-    destination,
-    sources,
-)
+from extproc.envoy.envoy_file import OVERRIDE_HOST, EnvoyFile, destination, sources
 from extproc.envoy.finding import Level
-from extproc.envoy.rules import (
-    Rule,
-    names_second,
-    takes_one_address,
-    wanted_sources,
-)
+from extproc.envoy.rules import Rule, names_second, takes_one_address, wanted_sources
 from extproc.envoy.tree import CLUSTER, Node
 from extproc.ground.address import is_ip, join_address, split_address
 from extproc.proxy.messages import DESTINATION, METADATA_NAMESPACE

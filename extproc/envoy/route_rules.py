@@ -4,13 +4,7 @@ from datetime import timedelta
 
 from extproc.envoy.envoy_file import BUFFER, EXT_PROC, EnvoyFile, clusters_of
 from extproc.envoy.finding import Level
-from extproc.envoy.rules import (
-    DEFAULT_BUFFER,
-    Rule,
-    is_body_first,
-    seconds,
-    takes_one_address,
-)
+from extproc.envoy.rules import DEFAULT_BUFFER, Rule, is_body_first, seconds, takes_one_address
 from extproc.envoy.tree import LISTENER, MANAGER, ROUTE, ROUTE_ENTRY, VIRTUAL_HOST, Node
 
 _ANY_PATH = (".*", ".+", "/.*")

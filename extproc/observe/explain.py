@@ -8,16 +8,7 @@ from math import inf
 
 from extproc.ground.address import with_name
 from extproc.ground.clock import time_of_day
-from extproc.ground.text import (
-    Cells,
-    Column,
-    count,
-    figure,
-    paragraph,
-    printable,
-    share,
-    table_of,
-)
+from extproc.ground.text import Cells, Column, count, figure, paragraph, printable, share, table_of
 from extproc.observe.decision import Candidate, DecisionRecord, RequestOutcome
 
 DECISIONS: Cells[DecisionRecord] = (

@@ -7,13 +7,7 @@ from heapq import nlargest
 from math import exp, inf
 from typing import Any
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from extproc import __version__
 from extproc.ground.clock import Clock

@@ -10,14 +10,7 @@ from operator import attrgetter, itemgetter
 
 from extproc.lab.replay import Traced
 from extproc.lab.replay.machine import Machine, MachinePoller
-from extproc.lab.replay.routers import (
-    Arrival,
-    Failed,
-    RouterNode,
-    Routers,
-    Served,
-    VirtualClock,
-)
+from extproc.lab.replay.routers import Arrival, Failed, RouterNode, Routers, Served, VirtualClock
 from extproc.lab.simulator.steps import StepOutcome
 from extproc.request.errors import Refusal
 from extproc.route.decision import Decision
