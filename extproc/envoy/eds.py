@@ -50,10 +50,10 @@ async def run_eds(config: Config) -> None:
     async with AsyncExitStack() as stack:
         port = await server.start(config.eds.listen)
         stack.push_async_callback(server.stop)
-        readers = []
-        for pool in config.each_pool:
-            redis = await stack.enter_async_context(connect(pool.redis, pool.pool))
-            readers.append(StateReader(redis, pool.pool))
+        readers = [
+            StateReader(await stack.enter_async_context(connect(pool.redis, pool.pool)), pool.pool)
+            for pool in config.each_pool
+        ]
         logger.info("eds ready", extra={"port": port, "pool": ", ".join(pools)})
         await until_signalled(
             *(
