@@ -208,6 +208,7 @@ class Recorder:
                 if full or not (size and self._begun):
                     if full:
                         self._rotate()
+                    newest.parent.mkdir(parents=True, exist_ok=True)
                     known = [line for line, *_ in self._replicas.copy().values()]
                     text = b"".join([b"\n", self._start(since), *known, text])
                 newest.touch(0o600)

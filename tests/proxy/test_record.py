@@ -277,7 +277,7 @@ async def test_record_files_are_bounded_and_readable(services: Services, folder:
         assert replica(1) in read(file).replicas
 
 
-async def test_record_goes_on_readable_after_its_file_was_moved_away(
+async def test_record_is_readable_after_its_file_or_folder_was_moved_away(
     services: Services, folder: Path
 ) -> None:
     for place in ("first", "second"):
@@ -285,6 +285,9 @@ async def test_record_goes_on_readable_after_its_file_was_moved_away(
         (file,) = files_in(folder)
         moved = file.replace(folder.parent / place)
         assert len(read(moved).requests) == 10
+    await asyncio.to_thread(folder.rmdir)
+    await many(services, 10)
+    assert len(read(folder).requests) == 10
 
 
 async def test_unwritable_record_is_logged_once(
