@@ -41,9 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = configured(args)
-    router = args.router or config.serve.admin
     files = {"versions.txt": _versions(), "configuration.yaml": _configuration(config)}
-    files |= asyncio.run(_running(config, router, args.envoy_admin))
+    files |= asyncio.run(_running(config, args.router or config.serve.admin, args.envoy_admin))
     try:
         with tarfile.open(args.output, "w:gz") as archive:
             for name, text in files.items():

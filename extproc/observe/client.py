@@ -113,6 +113,8 @@ async def _get(
             f"the router at {url} accepts connections, but does not answer; if its /livez does not "
             "answer, either, restart the router: it hangs"
         ) from None
+    except aiohttp.ClientResponseError:
+        raise _no_router(url, "no HTTP/1.1, like the gRPC of serve.listen") from None
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         raise RouterUnavailableError(
             f"no router answers at {url}: {_reason(error)}: check that a router runs and that this "

@@ -1,5 +1,6 @@
 """``extproc explain`` prints decisions and comparisons, and says why if it cannot."""
 
+import asyncio
 import json
 import re
 import socket
@@ -307,6 +308,18 @@ async def test_server_that_is_no_router_is_an_error_of_one_line(
     async with serve_admin("127.0.0.1:0", CollectorRegistry(), routes) as address:
         (line,) = await explain("--router", address, status=1)
     assert problem in line
+
+
+@pytest.mark.parametrize("command", ["explain", "top"])
+async def test_grpc_port_of_a_router_is_told_from_its_admin_port(run: Run, command: str) -> None:
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\0\0\0\4\0\0\0\0\0")  # HTTP/2: settings
+        writer.close()
+
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        (line,) = await run(command, "--router", f"{host}:{port}", status=1)
+    assert "it answers no HTTP/1.1, like the gRPC of serve.listen" in line
 
 
 async def test_router_comes_from_file_or_environment(
