@@ -97,13 +97,16 @@ class EnvoyFile(Tree):
 
     @cached_property
     def ext_procs(self) -> list[Node]:
-        """The ext_proc filters that are enabled for a route to the replicas, because others ask
-        another server; all if none is enabled there, as in patches."""
-        routes, entries = self.replica_routes, self._entries(EXT_PROC)
-        asked = [each for each in entries if any(self._passes(each, route) for route in routes)]
-        return [filter for each in asked for filter in self.all(EXT_PROC, each)] or self.all(
-            EXT_PROC
-        )
+        """The ext_proc filters that are enabled for a route to the replicas; others ask another
+        server. All filters if none is enabled there, as in patches."""
+        routes = self.replica_routes
+        enabled = [
+            filter
+            for entry in self._entries(EXT_PROC)
+            if any(self._passes(entry, route) for route in routes)
+            for filter in self.all(EXT_PROC, entry)
+        ]
+        return enabled or self.all(EXT_PROC)
 
     @cached_property
     def filters(self) -> list[Node]:

@@ -113,10 +113,8 @@ class Tree:
             case list():
                 for index, item in enumerate(value):
                     self._search(item, (*path, index), kind, kubernetes)
-            case {
-                "@type": str(),
-                "bootstrap": _,
-            }:  # of a dump, whose other parts have the resources
+            case {"@type": str(), "bootstrap": _}:
+                # Part of a dump, whose other parts have the resources of the bootstrap.
                 self._read(_message_type(BOOTSTRAP), {}, path)
             case {"@type": str(name)} if not name.startswith(_DUMP):
                 self._read_any(value, path)
