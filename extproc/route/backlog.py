@@ -37,7 +37,7 @@ class Backlog:
         self._load: dict[int, Floats] = {}
         """By priority: requests that wait for each replica, and their replica-seconds. A column is
         a row of the fleet's table; the last column is zero and stands for all rows that follow."""
-        self._seconds: dict[Key, float] = {}  # replica-seconds, by priority and tenant
+        self._seconds: dict[int, dict[str, float]] = {}  # replica-seconds, by priority and tenant
         self._victims = Ranked[Key]()  # lowest priority first, then most requests
         self.left: dict[int, int] = {}
         """Row of each replica that is left to another router (:mod:`extproc.route.turns`) → highest
@@ -49,7 +49,7 @@ class Backlog:
     def enter(self, request: Waiting) -> None:
         self.shares.enter(request.key)
         self._tenants.setdefault(request.key, {})[request] = None
-        self._seconds.setdefault(request.key, 0.0)
+        self._seconds.setdefault(request.priority, {}).setdefault(request.tenant, 0.0)
         self._rank(request)
         self.await_replica(request)
 
@@ -63,7 +63,7 @@ class Backlog:
         if size := len(self._tenants[tenant]):
             self._victims.put(tenant, request.priority, -size, request.tenant)
         else:
-            del self._tenants[tenant], self._seconds[tenant]
+            del self._tenants[tenant], self._seconds[request.priority][request.tenant]
             self._victims.drop(tenant)
 
     def victim(self) -> Waiting:
@@ -96,7 +96,7 @@ class Backlog:
         if row + 1 >= load.shape[1]:
             load = self._load[request.priority] = np.hstack([load, np.zeros((2, row + 1))])
         load[:, row] += sign, sign * request.cost
-        self._seconds[request.key] += sign * request.cost
+        self._seconds[request.priority][request.tenant] += sign * request.cost
 
     def _add(self, request: Waiting, lines: Lines) -> None:
         if request.line not in lines:
@@ -178,8 +178,8 @@ class Backlog:
         """
         if priority > place.priority or total <= 0.0:
             return 1.0
-        line = self._models.get(place.line)
-        turns = len(self._tenants) * self._seconds.get(place.key, 0.0)
+        line, tenants = self._models.get(place.line), self._seconds.get(priority, {})
+        turns = len(tenants) * tenants.get(place.tenant, 0.0)
         return (line.depth(place) if line else 1.0) * min(turns / total, 1.0)
 
     def reserves(self, row: int, place: Place) -> bool:

@@ -436,6 +436,22 @@ def test_expected_wait_counts_all_queued_requests_ahead_at_a_full_batch() -> Non
     assert later == pytest.approx(cost, rel=0.05)
 
 
+def test_queued_requests_of_a_lower_priority_lengthen_no_expected_wait() -> None:
+    waits_s: list[float] = []
+    for batch_tenants in (0, 10):
+        system = QueuedRouter()
+        system.fill()
+        system.send("few", tenant="few")
+        for number in range(9):
+            system.send(f"many-{number}", tenant="many")
+        for number in range(batch_tenants):
+            system.send(f"batch-{number}", tenant=f"batch-{number}", priority=-1)
+        entry = system.send("next", tenant="few")
+        assert entry is not None
+        waits_s.append(entry.retry_at - system.clock())
+    assert waits_s[0] == waits_s[1]
+
+
 def test_expected_wait_counts_a_request_that_was_unserved_at_first() -> None:
     system = QueuedRouter()
     system.fill()
