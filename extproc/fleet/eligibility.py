@@ -186,8 +186,8 @@ class Eligibility:
         why = [self.conditions[name].slow_start(number) for name, number in requests]
         if not any(why) or all(why):
             return None
-        chosen = self._of(view.ids, why, model)
-        return replace(chosen, excluded=view.excluded + chosen.excluded)
+        chosen, everywhere = self._of(view.ids, why, model), view.candidates.everywhere
+        return replace(chosen, excluded=view.excluded + chosen.excluded, everywhere=everywhere)
 
     def all_members(self) -> Candidates:
         """Returns all members as candidates; ``excluded`` also lists those that get no requests."""

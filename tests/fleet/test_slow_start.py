@@ -35,7 +35,9 @@ def test_new_replica_gets_four_requests_at_first() -> None:
     fleet = joined(ManualClock(), H100)
     tickets = fill(fleet)
     assert len(tickets) == 4
-    (excluded,) = fleet.view(MODEL).excluded
+    view = fleet.view(MODEL)
+    assert view.candidates.everywhere == {MODEL}, "a retry may go to the new replica"
+    (excluded,) = view.excluded
     assert (excluded.replica, excluded.name) == (NEW, "r3")
     assert excluded.why == "new, and its speed not measured yet: at most 4 requests at a time"
 
