@@ -182,7 +182,7 @@ class Queue:
                 if request.priority <= left or room < request.tokens or request.declines(row, now):
                     continue
                 decided += 1
-                if self._decide(request, now):
+                if self._decide(request, now) or decided == _OFFERS:
                     break
             else:
                 return

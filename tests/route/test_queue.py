@@ -388,13 +388,8 @@ def test_request_with_more_parts_than_a_batch_does_not_wait(wide: RequestProfile
     assert system.queue.admit(decided(system.router, wide))
 
 
-def test_arrival_and_end_at_a_full_batch_decide_few_requests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    system = QueuedRouter()
-    name = iter(map(str, itertools.count()))
-    while len(system.queue) < 50:
-        system.send(next(name), prompt=10)
+def count_decisions(system: QueuedRouter, monkeypatch: pytest.MonkeyPatch) -> list[RequestProfile]:
+    """Return a list to which each decision from now on adds its request."""
     decided: list[RequestProfile] = []
     decide = system.router.decide
 
@@ -403,11 +398,37 @@ def test_arrival_and_end_at_a_full_batch_decide_few_requests(
         return decide(profile, **where)
 
     monkeypatch.setattr(system.router, "decide", counted)
+    return decided
+
+
+def test_arrival_and_end_at_a_full_batch_decide_few_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    system = QueuedRouter()
+    name = iter(map(str, itertools.count()))
+    while len(system.queue) < 50:
+        system.send(next(name), prompt=10)
+    decided = count_decisions(system, monkeypatch)
     system.send(next(name), prompt=10)
     assert len(decided) == 1
     system.end(system.dispatched[0])
     assert len(system.queue) == 50
     assert len(decided) <= 3, "the new request, the dispatched request, and the next"
+
+
+def test_end_decides_few_of_many_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each model's first request waits for prompts ahead, although KV space is free."""
+    system = QueuedRouter()
+    models = [str(number) for number in range(100)]
+    system.poll(models=(MODEL, *models))
+    system.send("first", prompt=6_000)
+    for model in models:
+        system.send(model, prompt=300, model=model)
+    system.clock.advance(0.3)
+    decided = count_decisions(system, monkeypatch)
+    system.end("first")
+    assert 90 < len(system.queue) < 100
+    assert len(decided) <= 32
 
 
 def test_one_request_beyond_a_full_batch_reveals_a_larger_batch() -> None:
