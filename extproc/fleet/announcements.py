@@ -43,7 +43,7 @@ class PromptLog:
         if prefix.tokens:
             self._add(replica, prefix)
 
-    def restarted(self, replica: str) -> None:
+    def emptied(self, replica: str) -> None:
         """Announces, by a prompt without tokens, that the replica's prefix cache is empty."""
         self._add(replica, NO_PREFIX)
 

@@ -159,9 +159,10 @@ class Fleet:
             return
         if restarted:
             self._reconciliation.restarted(row, state.steps)
-            self._prefixes.clear(row)
-            self.prompt_log.restarted(state.id)
             self.adapters.clear(row)
+        if restarted or state.asleep > before.asleep:  # vLLM discards the cache before it sleeps
+            self._prefixes.clear(row)
+            self.prompt_log.emptied(state.id)
         self._prefixes.polled(row, state)
         self._progress.corrected(row, self._reconciliation.polled(row, state, asked_at, now))
         self.adapters.polled(row, state, asked_at, now)  # forecasts from the corrected requests
@@ -178,8 +179,7 @@ class Fleet:
 
     def remove(self, replica: str) -> None:
         """Removes a replica from the members; its requests in flight stay until they end."""
-        models = self.members.models_on(replica)
-        self.members.models_departed(dict.fromkeys(models, self._clock()))
+        self.members.models_departed(dict.fromkeys(self.members.models_on(replica), self._clock()))
         self._unmeasured.pop(self._rows.pop(replica, -1), None)
         self.eligibility.forget(replica)
         self.blocks.forget(replica)

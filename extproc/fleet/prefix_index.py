@@ -120,7 +120,7 @@ class PrefixIndex:
         self._places = lru_cache(_PLACES_REMEMBERED)(self._places_of)
 
     def clear(self, row: int) -> None:
-        """Empties a row: its replica restarted, or another replica gets the row."""
+        """Empties a row: its replica restarted or sleeps, or another replica gets the row."""
         clear_bit(self._bitmaps, self._caches[row].recent, row)
         self._caches[row] = _Cache()
         self._table.prefix_trust[row] = 1.0

@@ -83,21 +83,25 @@ def test_peers_learn_the_replica_of_a_retried_prompt(fleet: Fleet, clock: Manual
     assert np.all(other.prefix_hits(prefix, other.view(MODEL)).expected > 0)
 
 
-def test_prompts_before_a_restart_are_empty_for_a_new_router(
-    fleet: Fleet, clock: ManualClock
+@pytest.mark.parametrize("after", [{"steps": 1}, {"asleep": True}], ids=["restart", "sleep"])
+def test_prompts_from_before_a_cache_was_lost_count_for_no_router(
+    fleet: Fleet, clock: ManualClock, after: dict[str, float]
 ) -> None:
     prefix = prompt("a")
     fleet.put(state(1, H100, clock, steps=100))
     fleet.dispatch(replica(1), request(prefix))
     batches = [fleet.prompt_log.take()]
-    clock.advance(1)
-    fleet.put(state(1, H100, clock, steps=1))
-    batches.append(fleet.prompt_log.take())
+    for figures in (after, after, after | {"asleep": False}):
+        clock.advance(1)
+        fleet.put(state(1, H100, clock, **({"steps": 100} | figures)))
+        batches.append(fleet.prompt_log.take())
+    assert len([batch for batch in batches if batch]) == 2
     other = fleet_of(clock)
-    other.put(state(1, H100, clock, steps=1))
+    other.put(state(1, H100, clock, steps=100))
     for batch in batches:
         other.receive_prompts(fleet.router, batch)
-    assert not other.prefix_hits(prefix, other.view(MODEL)).expected.any()
+    for each in (fleet, other):
+        assert not each.prefix_hits(prefix, each.view(MODEL)).expected.any()
 
 
 @pytest.mark.parametrize(
