@@ -193,7 +193,7 @@ class PrefixIndex:
         if prompts < _ENOUGH_TOKENS:
             return
         if cache.reported < cache.sent / 2:
-            hits = (state.cached_tokens - before.cached_tokens) / prompts
+            hits = max(state.cached_tokens - before.cached_tokens, 0.0) / prompts
             self._table.prefix_trust[row] = cache.learn_trust(cache.expected, hits * cache.sent)
         cache.before, cache.sent, cache.reported = state, 0.0, 0.0
         cache.expected = 0.0

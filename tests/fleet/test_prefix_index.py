@@ -187,6 +187,15 @@ def test_single_reporting_response_leaves_the_counters_in_use(prefixes: PrefixIn
     assert believed(prefixes, text) < 0.2
 
 
+def test_count_of_cached_tokens_that_fell_is_no_negative_hit(prefixes: PrefixIndex) -> None:
+    """The process restarted, and made more steps than before until the next poll."""
+    polled(prefixes, 0, 1e6)
+    for _ in range(2):
+        prefixes.enter(0, prompt("abcd"), ROOM)
+    polled(prefixes, 20_000, 0)
+    assert believed(prefixes, "abcd") > 0.0
+
+
 def test_prompts_without_keys_are_no_misses(prefixes: PrefixIndex) -> None:
     text, tokens = "abcd" * 8, 32 * UNIT
     unknown = replace(NO_PREFIX, tokens=tokens)
