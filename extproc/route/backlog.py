@@ -99,9 +99,7 @@ class Backlog:
         self._seconds[request.priority][request.tenant] += sign * request.cost
 
     def _add(self, request: Waiting, lines: Lines) -> None:
-        if request.line not in lines:
-            lines[request.line] = Line(self.shares)
-        lines[request.line].enter(request)
+        lines.setdefault(request.line, Line(self.shares)).enter(request)
 
     def is_first(self, request: Waiting) -> bool:
         return self._models[request.line].head() is request
