@@ -12,9 +12,10 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
   replica can start a request if the replica has room (:mod:`extproc.route.room`) and is not
   reserved (:meth:`~extproc.route.backlog.Backlog.reserves`). The request is decided anew when the
   expected wait has passed. The first request of a model is also decided anew every 0.2 s, and when
-  a replica gets more room. No request is refused while a replica could start it, with three
-  exceptions: the request continues a response that another replica stores, the request would miss
-  the target of its objective, or more than 16 requests exceed the longest wait at once.
+  a replica gets more room; the first that waits for an excluded replica, every second. No request
+  is refused while a replica could start it, with three exceptions: the request continues a response
+  that another replica stores, the request would miss the target of its objective, or more than 16
+  requests exceed the longest wait at once.
 - *No blocking across models.* Each model has a line of its own on each replica. The head of a line
   delays other models of its priority only on the replica that it waits for. There it delays a
   request only if the request arrives more than B seconds after the head was due, and only if the
@@ -173,7 +174,8 @@ class Queue:
             self._offer(replica)
 
     def _offer(self, replica: str) -> None:
-        """Dispatch requests to a replica that may have more room than before."""
+        """Dispatch requests to a replica that may have more room than before. If the replica is
+        excluded, decide anew the first requests that wait for it."""
         decided, row = 0, self._fleet.members.rows.get(replica)
         while row is not None and self._requests and decided < _OFFERS:
             now, room = self._fleet.now, self._fleet.free_kv_tokens(replica)

@@ -566,6 +566,27 @@ def test_request_behind_one_that_waits_for_one_replica_starts_on_another(
     assert first.retry_at - system.clock() < waits_s
 
 
+@pytest.mark.parametrize("figures", [{"healthy": False}, {"draining": True}, {"asleep": True}])
+def test_session_waits_for_no_replica_that_gets_no_requests(figures: dict[str, bool]) -> None:
+    """A request of another session, which waits for its own replica, stands before it."""
+    system = QueuedRouter(replicas=3, session_cost_s=1000.0)
+    for number in (1, 2, 3):
+        system.send(f"first-{number}", owner=number, answer=1000)
+    for number in (1, 2):
+        system.fleet.sessions.record(f"s-{number}", replica(number))
+        system.send(f"bound-{number}", session=f"s-{number}")
+    system.end("first-3")
+    system.pass_s(0.1)
+    assert system.dispatched == ["first-1", "first-2", "first-3"]
+    for _ in range(20):
+        system.clock.advance(0.05)
+        system.poll(1, 3)
+        system.poll(2, **figures)
+        system.queue.sweep()
+    assert system.dispatched[3:] == ["bound-2"]
+    assert system.running["bound-2"][0] == replica(3)
+
+
 def test_tenant_pays_only_for_its_own_requests_when_its_last_one_starts() -> None:
     system = QueuedRouter(replicas=2)
     for number in (1, 2):
