@@ -59,12 +59,11 @@ class Backlog:
         self._rank(request)
 
     def _rank(self, request: Waiting) -> None:
-        tenant = request.key
-        if size := len(self._tenants[tenant]):
-            self._victims.put(tenant, request.priority, -size, request.tenant)
+        if size := len(self._tenants[request.key]):
+            self._victims.put(request.key, request.priority, -size, request.tenant)
         else:
-            del self._tenants[tenant], self._seconds[request.priority][request.tenant]
-            self._victims.drop(tenant)
+            del self._tenants[request.key], self._seconds[request.priority][request.tenant]
+            self._victims.drop(request.key)
 
     def victim(self) -> Waiting:
         """Request to refuse when the queue is full: at the lowest priority, the newest request of
