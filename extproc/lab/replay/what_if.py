@@ -1,6 +1,5 @@
 """Replays of a record: as recorded, and then without and with a change."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -131,12 +130,10 @@ def changed(scene: Scene, change: Change) -> Scene:
     for name, profile in change.hardware:
         address = _address(scene, name)
         replicas[address] = replicas[address].on(*_hardware(scene, profile))
-    copies = Counter[str]()
     for name in change.more:
         address = _address(scene, name)
-        copies[address] += 1
-        copy, copy_name = f"{address}+{copies[address]}", f"{name}+{copies[address]}"
-        replicas[copy] = replicas[address].with_state(id=copy, name=copy_name)
+        copy = f"{address}+{len(replicas)}"
+        replicas[copy] = replicas[address].with_state(id=copy)
     for name in change.less:
         replicas.pop(_address(scene, name), None)
     if not replicas:
