@@ -1,5 +1,6 @@
 """``extproc what-if`` predicts the effect of changes, and refuses records it cannot replay."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,14 +13,9 @@ from msgspec.structs import replace
 from extproc import cli
 from extproc.lab.replay.play import play
 from extproc.lab.replay.recorded import Recorded, read
-from extproc.lab.replay.scene import scene_of
-from extproc.observe.record import (
-    Line,
-    RefusedLine,
-    ReplicaLine,
-    RequestLine,
-    text_of,
-)
+from extproc.lab.replay.scene import Scene, scene_of
+from extproc.lab.replay.what_if import Change, changed
+from extproc.observe.record import Line, RefusedLine, ReplicaLine, RequestLine, text_of
 from extproc.predict.inputs import Floats
 from extproc.predict.step import PROFILES
 from tests.lab.replay.record import (
@@ -81,6 +77,14 @@ def served(every: Sequence[Line]) -> list[RequestLine]:
     return [line for line in every if isinstance(line, RequestLine)]
 
 
+def scene_with(served: Sequence[RequestLine], *fleet: ReplicaLine, **more: Any) -> Scene:
+    """Returns the scene of a record, by default of replica 1."""
+    states: dict[str, list[ReplicaLine]] = {}
+    for line in fleet or [replica(1)]:
+        states.setdefault(line.id, []).append(line)
+    return scene_of(Recorded(start(), list(served), states, **more))
+
+
 def difference(answer: dict[str, Any], figure: str) -> tuple[float, float, float]:
     found = answer["differences"]["completion_s"][figure]
     return found["low"], found["seconds"], found["high"]
@@ -103,21 +107,23 @@ def test_progress_ends_with_the_whole(record: Path) -> None:
     assert shares[-1] == 1.0
 
 
-def test_replica_has_its_first_measured_step_times_before_they_are_measured(
-    busy: Sequence[Line], tmp_path: Path, what_if: WhatIf
-) -> None:
+def test_replayed_replica_has_the_step_times_that_were_learned_by_then() -> None:
     """Until the first measurement, the router took the A10 for an H100."""
-
-    def with_state(line: Line, after_s: float, **fields: object) -> Line:
-        if not isinstance(line, ReplicaLine) or line.state is None:
-            return line
-        return replace(line, at=line.at + after_s, state=replace(line.state, **fields))
-
-    fleet = [line for line in busy if isinstance(line, ReplicaLine)]
-    later = [with_state(line, 5.0, learned=PROFILES[A10].step) for line in fleet]
-    wrong = [with_state(line, 0.0, profile="llama-8b-h100", measured=False) for line in busy]
-    fit = what_if(write(tmp_path / "record", [*wrong, *later]))["replay"]["completion_s"]
-    assert max(map(abs, fit["off"].values())) < 0.05
+    usual = PROFILES[A10].step
+    slow = dataclasses.replace(usual.slowed(3.0), frontend=9.0)
+    wrong = replica(1, "llama-8b-h100", measured=False)
+    first = replica(1, at=BEGAN + 5.0, learned=usual)
+    # In its last state the replica seems unusable, and yet it served requests.
+    later = replica(1, at=BEGAN + 30.0, learned=slow, healthy=False, asleep=True)
+    scene = scene_with(list(requests(0.5, 60.0)), wrong, first, later, replica(2, A100))
+    assert [phase.step for phase in scene.replicas[address(1)].phases] == [usual, usual, slow]
+    late = np.array([request.at > 30.0 for request in scene.requests])
+    seconds = play(scene, 0, forced=True).completion_s - 9.0 * late
+    per_token_s = seconds / [request.output_tokens for request in scene.requests]
+    assert per_token_s[late].mean() == pytest.approx(3.0 * per_token_s[~late].mean(), rel=0.2)
+    other = changed(scene, Change(traffic=2.0, hardware=[("b", A10)])).replicas
+    assert [phase.at for phase in other[address(1)].phases] == [0.0, 2.5, 15.0]
+    assert other[address(2)].phases[-1].step == slow  # as fast as the recorded A10
 
 
 def swapped(every: Sequence[Line]) -> list[Line]:
@@ -235,8 +241,7 @@ def test_each_replica_has_its_own_block_size() -> None:
 
     def completions(*block_sizes: int) -> Floats:
         fleet = [replica(number, block_size=size) for number, size in enumerate(block_sizes, 1)]
-        scene = scene_of(Recorded(start(), on_second, {line.id: [line] for line in fleet}))
-        return play(scene, 0, forced=True).completion_s
+        return play(scene_with(on_second, *fleet), 0, forced=True).completion_s
 
     assert completions(64, 16).tolist() == completions(16, 16).tolist()
 
@@ -256,26 +261,26 @@ def test_replica_that_serves_requests_later_is_replayed(
         replace(line, replica=address(2 if line.at < begins else 1)) for line in requests(2.0, 30.0)
     ]
     states = [replica(1, listed=True, **earlier), replica(1, at=begins, listed=True, **later)]
-    fleet = {address(1): states, address(2): [replica(2, listed=True)]}
-    played = play(scene_of(Recorded(start(), every, fleet)), 0, forced=forced)
+    played = play(scene_with(every, *states, replica(2, listed=True)), 0, forced=forced)
     assert np.isfinite(played.completion_s).all()
     first = sum(line.at < begins for line in every)
     assert set(played.replicas[:first]) == {address(2)}
     assert address(1) in played.replicas[first:]
 
 
-@pytest.mark.usefixtures("one_seed")
-def test_equal_halves_of_keys_of_different_prompts_are_replayed(
-    tmp_path: Path, what_if: WhatIf
-) -> None:
-    first, second = (
-        text_of(np.array(keys, np.uint64) << np.uint64(32)) for keys in ([1, 2, 3], [4, 1])
+def test_urgent_requests_are_first_on_replicas_that_serve_them_first() -> None:
+    every = [replace(line, priority=number % 2) for number, line in enumerate(requests(6.0, 30.0))]
+    fifo, by_priority = (
+        play(scene_with(every, replica(1, by_priority=first, max_num_seqs=8)), 0).ttft_s[1::2]
+        for first in (False, True)
     )
-    every = [
-        replace(line, keys=(first, second)[number % 2])
-        for number, line in enumerate(requests(4.0, 10.0))
-    ]
-    what_if(write(tmp_path / "record", lines([A10, A10], start(), every)), "--traffic", "1.01")
+    assert by_priority.mean() < 0.5 * fifo.mean()
+
+
+def test_equal_halves_of_keys_of_different_prompts_are_replayed() -> None:
+    keys = [text_of(np.array(each, np.uint64) << np.uint64(32)) for each in ([1, 2, 3], [4, 1])]
+    every = [replace(line, keys=keys[n % 2]) for n, line in enumerate(requests(4.0, 10.0))]
+    assert np.isfinite(play(scene_with(every), 0).completion_s).all()
 
 
 @pytest.mark.usefixtures("one_seed")
@@ -316,12 +321,38 @@ def test_requests_before_the_record_are_not_replayed(busy: Sequence[Line], tmp_p
     assert scene.requests[0].at == pytest.approx(next(requests(4.0, 80.0)).at - BEGAN)
 
 
-def test_drafts_of_a_replica_that_left_count(tmp_path: Path) -> None:
-    drafts = replace(replica(1), tokens_per_step=2.0)
+def test_drafts_of_a_replica_that_left_count() -> None:
+    drafts = replace(replica(1), tokens_per_step=2.0, token_budget=512.0, max_num_seqs=32.0)
     left = replace(replica(1, at=BEGAN + 99.0), state=None)
-    request = next(requests(1.0, 60.0))
-    scene = scene_of(read(write(tmp_path / "record", [start(), drafts, request, left])))
-    assert scene.requests[0].output_tokens == round(request.output_tokens / 2.0)
+    request = replace(next(requests(1.0, 60.0)), output_tokens=90.0)
+    scene = scene_with([request, replace(request, output_tokens=1.0)], drafts, left)
+    assert [each.output_tokens for each in scene.requests] == [45, 1]
+    hardware = scene.replicas[address(1)].hardware
+    assert (hardware.token_budget, hardware.max_num_seqs) == (512, 32)
+
+
+def test_refused_request_gets_the_length_of_an_answer_to_a_similar_request() -> None:
+    request = replace(next(requests(1.0, 60.0)), output_tokens=90.0)
+    whole = replace(request, output_tokens=30.0, stream=False)
+    every = [request, whole, replace(request, output_tokens=0.0, sequences=0)]
+    refused = [
+        replace(line, at=request.at + after_s, replica="", output_tokens=0.0)
+        for after_s in (-1.0, 1.0)
+        for line in (*every, replace(request, output_bound=20))
+    ]
+    lengths = [each.output_tokens for each in scene_with(every, refused=refused).requests]
+    assert lengths == [90, 30, 0, 20, 90, 30, 0, 90, 30, 0, 20]
+
+
+def test_keys_of_answers_and_tokens_per_key_are_taken_from_other_requests() -> None:
+    """The next prompt of a conversation shows the answer; models have their own tokens per key."""
+    two, five = (text_of(np.arange(1, n, dtype=np.uint64) << np.uint64(32)) for n in (3, 6))
+    first = replace(next(requests(1.0, 60.0)), keys=two, unit=64.0, whole=7)
+    then = replace(first, keys=five, unit=80.0, whole=0, previous_key=7, previous_tokens=320.0)
+    other = replace(first, model="qwen", unit=32.0, whole=0)
+    found = scene_with([first, then, then, other, replace(other, unit=0.0)]).requests
+    assert [each.unit for each in found] == [80.0, 80.0, 80.0, 32.0, 32.0]
+    assert [len(each.hashes(16)) for each in found] == [20, 25, 25, 4, 4]
 
 
 def test_figures_exclude_cut_answers(
