@@ -11,10 +11,12 @@ import pytest
 from msgspec.structs import replace
 
 from extproc import cli
+from extproc.lab.replay.comparison import Difference
+from extproc.lab.replay.figures import FIGURES
 from extproc.lab.replay.play import play
 from extproc.lab.replay.recorded import Recorded, read
 from extproc.lab.replay.scene import Scene, scene_of
-from extproc.lab.replay.what_if import Change, changed
+from extproc.lab.replay.what_if import Change, ChangeEffect, changed
 from extproc.observe.record import Line, RefusedLine, ReplicaLine, RequestLine, text_of
 from extproc.predict.inputs import Floats
 from extproc.predict.step import PROFILES
@@ -168,7 +170,7 @@ def test_replay_far_from_the_record_shows_its_error_and_predicts_no_change(
     folder = write(tmp_path / "record", wrong(busy))
     assert cli.main(["what-if", str(folder), "--more", "a"]) == 1
     output = capsys.readouterr()
-    assert "off by" in output.out
+    assert "\n  off by " in output.out
     assert "one more" not in output.out
     assert where in output.err
 
@@ -221,7 +223,9 @@ def test_random_policy_prolongs_completions(record: Path, what_if: WhatIf) -> No
 def test_waiting_at_the_router_avoids_preemptions(tmp_path: Path, what_if: WhatIf) -> None:
     long = [replace(line, output_tokens=900.0, stream=False) for line in requests(1.5, 60.0)]
     folder = write(tmp_path / "record", lines([A10, A10], start(), long))
-    assert difference(what_if(folder, "--hold", "on"), "mean")[1] < 0.0
+    answer = what_if(folder, "--hold", "on")
+    assert difference(answer, "mean")[1] < 0.0
+    assert answer["unserved"] == [0.0, 0.0]
 
 
 def test_common_beginnings_of_prompts_are_cached(tmp_path: Path, what_if: WhatIf) -> None:
@@ -306,13 +310,27 @@ def test_files_of_several_routers_are_merged(
     assert abs(what_if(tmp_path / "record")["replay"]["completion_s"]["off"]["p95"]) < 0.02
 
 
+def test_folder_of_several_pools_needs_the_name_of_one(
+    busy: Sequence[Line], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path / "record", busy)
+    write(folder, [replace(start(), pool="chat"), *busy[1:9]], "chat-50051")
+    assert cli.main(["what-if", str(folder)]) == 2
+    assert "several pools, chat, default: choose with --pool" in capsys.readouterr().err
+    assert read(folder, "default").requests == served(busy)
+    assert cli.main(["what-if", str(folder / "none")]) == 2
+    assert "does not exist: name the folder that is record.path" in capsys.readouterr().err
+
+
 def test_record_begins_when_every_router_writes(busy: Sequence[Line], tmp_path: Path) -> None:
     fleet = [line for line in busy if isinstance(line, ReplicaLine)]
     late = [replace(start(), at=BEGAN + after) for after in (10.0, 20.0)]
     folder = write(tmp_path / "record", [start(), *fleet, *served(busy)[::2]])
     write(folder, [late[0], *fleet, *served(busy)[1::4]], "default-9.1")
     write(folder, [late[1], *fleet, *served(busy)[3::4]], "default-9")
-    assert read(folder).requests == [line for line in served(busy) if line.at >= BEGAN + 10.0]
+    found = read(folder)
+    assert found.requests == [line for line in served(busy) if line.at >= BEGAN + 10.0]
+    assert (found.unused_s, found.unused_why) == (10.0, "not all routers recorded yet")
 
 
 def test_requests_before_the_record_are_not_replayed(busy: Sequence[Line], tmp_path: Path) -> None:
@@ -365,6 +383,8 @@ def test_figures_exclude_cut_answers(
     whole, part = what_if(record), what_if(write(tmp_path / "cut", edited(busy, edit)))
     assert part["requests"] < 0.7 * whole["requests"]
     assert abs(part["replay"]["completion_s"]["off"]["p95"]) < 0.02
+    all_cut = edited(busy, lambda *_: {"cut": True, "complete": False})
+    assert cli.main(["what-if", str(write(tmp_path / "all-cut", all_cut))]) == 2
 
 
 @pytest.mark.usefixtures("one_seed")
@@ -373,6 +393,24 @@ def test_short_record_warns_of_unreliable_bounds(
 ) -> None:
     cli.main(["what-if", str(record), "--more", "a"])
     assert "record for longer" in capsys.readouterr().out
+
+
+def test_change_and_its_effect_are_printed() -> None:
+    change = Change("random", ["a"], ["b"], [("c", A10)], 1.5, hold=False)
+    difference = dict.fromkeys(FIGURES, Difference(1.0, 2.5, 1.5, -0.5, 3.5))
+    effect = ChangeEffect(str(change), {"ttft_s": difference}, False, (0.0, 0.125))
+    assert str(effect).splitlines() == [
+        f"with policy random, one more like a, without b, c on {A10}, 1.5× the traffic, queue off",
+        "",
+        "seconds                 mean            p50            p95            p99",
+        "TTFT as it is" + "          1.000" * 4,
+        "  changed    " + "          2.500" * 4,
+        "  difference " + "           +1.5" * 4,
+        "  90% between" + "  -0.5 and +3.5" * 4,
+        "",
+        "requests without a replica: 0.0% as it is, 12.5% changed; the figures exclude them",
+    ]
+    assert not str(Change())
 
 
 def test_requests_under_an_earlier_configuration_are_not_replayed(
@@ -393,14 +431,6 @@ def test_truncated_line_is_skipped_and_counted(busy: Sequence[Line], record: Pat
     assert found.excluded == {"whose line cannot be read": 1}
 
 
-def test_refused_requests_are_counted_by_reason(
-    busy: Sequence[Line], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused = [RefusedLine(BEGAN + number, "saturated") for number in range(3)]
-    assert cli.main(["what-if", str(write(tmp_path / "record", [*busy, *refused]))]) == 0
-    assert "excluded: 3 requests, refused (saturated)" in capsys.readouterr().out
-
-
 @pytest.mark.usefixtures("one_seed")
 def test_change_is_predicted_with_the_requests_that_were_refused(
     busy: Sequence[Line], tmp_path: Path, what_if: WhatIf
@@ -412,20 +442,24 @@ def test_change_is_predicted_with_the_requests_that_were_refused(
         what_if(write(tmp_path / name, every), "--more", "a")
         for name, every in (("without", busy), ("with", [*busy, *served(more)]))
     ]
-    assert [answer["refused"] for answer in answers] == [0, answers[0]["requests"]]
+    most = answers[0]["requests"]
+    assert [(each["requests"], each["refused"]) for each in answers] == [(most, 0), (most, most)]
     without, among_twice_as_many = (
         answer["differences"]["completion_s"]["mean"]["before"] for answer in answers
     )
     assert among_twice_as_many > 1.5 * without
 
 
-def test_unused_part_of_a_record_is_named_with_the_reason(
+def test_parts_that_are_not_replayed_are_named_with_the_reason(
     busy: Sequence[Line], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     earlier = replace(start("random"), at=BEGAN - 120.0)
-    assert cli.main(["what-if", str(write(tmp_path / "record", [earlier, *busy]))]) == 0
-    unused = "not used: the first 2.0 min of the record, because the configuration differed"
-    assert unused in capsys.readouterr().out
+    refused = [RefusedLine(BEGAN + number, "saturated") for number in range(3)]
+    folder = write(tmp_path / "record", [earlier, *busy, *refused])
+    assert cli.main(["what-if", str(folder)]) == 0
+    output = capsys.readouterr().out
+    assert "not used: the first 2.0 min of the record, because the configuration differed" in output
+    assert "excluded: 3 requests, refused (saturated)" in output
 
 
 @pytest.mark.parametrize(
