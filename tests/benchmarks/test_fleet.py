@@ -47,14 +47,17 @@ def test_replica_without_a_prefix_cache_computes_a_prompt_again(caching: bool) -
 
 
 def test_requests_of_a_dead_replica_fail_or_are_retried() -> None:
-    down = {"at": 30.1, "replica": "a-0", "down": None}
-    simulation, served = play(a10s(2, down), requests_every(0.2, 60), "round_robin")
-    # Streams fail, since their answers have begun. The other replica serves the other requests.
+    hang, down = {"at": 30.1, "hang": None}, {"at": 31.0, "down": None}
+    events = [event | {"replica": "a-0"} for event in (hang, down)]
+    simulation, served = play(a10s(2, *events), requests_every(0.2, 60), "round_robin")
+    # Streams whose answers have begun fail. The other replica serves the other requests.
     assert {failed.replica for failed in simulation.failed} == {"a-0"}
-    assert {failed.at for failed in simulation.failed} == {30.1}
-    moved = {each.replica for each in served if each.replica != each.decision.replica}
-    assert moved == {"a-1"}
-    assert replicas_of(served, 30.2) == {"a-1"}
+    assert {failed.at for failed in simulation.failed} == {31.0}
+    assert all(failed.traced.at < 30.1 for failed in simulation.failed)
+    moved = [each for each in served if each.replica != each.decision.replica]
+    assert {each.replica for each in moved} == {"a-1"}
+    assert {each.profile.stream for each in moved} == {True, False}
+    assert replicas_of(served, 31.0) == {"a-1"}
 
 
 def test_restarted_replica_is_used_again_and_counts_from_zero() -> None:
