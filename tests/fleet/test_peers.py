@@ -139,6 +139,7 @@ class SharedLoad(RuleBasedStateMachine):
     @rule(router=ROUTER, number=REPLICA)
     def overtaken_digest(self, router: int, number: int) -> None:
         for fate in ("late", "in time"):
+            self.wait(EVERY_S)  # or no digest is due yet
             self.send(router, number, 100, 1)
             self.digest(router, fate)
         self.hear(self.late[-2])
