@@ -404,11 +404,11 @@ class Fleet:
     def free_kv_tokens(self, replica: str) -> float:
         """Returns the KV tokens of a replica that no request holds or waits for.
 
-        Returns infinity if no request is in flight on the replica, or if the replica is excluded,
-        whatever the model; −∞ if requests wait for a place in its batch.
+        Returns infinity if no request is in flight on the replica, or if the replica is no member;
+        −∞ if requests wait for a place in its batch.
         """
         row, table = self._rows.get(replica), self._replicas
-        if row is None or row not in self.eligibility.candidates("").rows:
+        if row is None:
             return inf
         others = table.external.item(row) + table.peers.item(REQUESTS, row)
         if table.requests.item(row) + others <= 0.0:

@@ -195,5 +195,6 @@ class Ledger:
         replica = requests.replica.item(row)
         prompt_end = requests.prompt_end.item(row)
         replicas.prefilled[replica] = max(replicas.prefilled.item(replica), prompt_end)
+        replicas.seen[replica] = max(replicas.seen.item(replica), prompt_end)
         sent_at = max(replicas.prefilled_sent_at.item(replica), requests.sent_at.item(row))
         replicas.prefilled_sent_at[replica] = sent_at

@@ -56,6 +56,7 @@ class Reconciliation:
         replicas, requests = self._replicas, self._requests
         requests.steps_before[requests.replica == row] -= replicas.steps[row] - steps
         replicas.steps[row] = replicas.polled_steps[row] = steps
+        replicas.prefilled[row] = replicas.enqueued[row]
 
     def polled(self, row: int, state: ReplicaState, asked_at: float, now: float) -> Indices:
         """Corrects steps, prefills and external load by a poll.
@@ -147,11 +148,16 @@ class Reconciliation:
         requests). Prompts that left the queue are prefilled, except for the last of them or, if
         that is more, the tokens of one step. If the queue is longer than the number of other
         senders' requests, the excess is this router's: its last prompts, which are not prefilled.
+        The queue may have been polled before the last first tokens, so prompts up to the last with
+        an observed first token are not among them.
         """
         replicas, requests = self._replicas, self._requests
         least, most = self._left_queue(row, order, state, asked_at), replicas.enqueued.item(row)
         others = replicas.peers.item(REQUESTS, row) + replicas.external.item(row)
-        queued = order[self._numbers(order) <= state.waiting - others]
+        # Several engines have a queue each: a sequence with a token may have overtaken others.
+        seen = replicas.seen.item(row) if state.engines == 1 else 0.0
+        ahead = order[requests.prompt_end[order] > seen]
+        queued = ahead[self._numbers(ahead) <= state.waiting - others]
         if len(queued):
             first = queued.item(0)
             start = requests.prompt_end.item(first) - requests.prompt.item(first)
@@ -166,7 +172,8 @@ class Reconciliation:
         count that had certainly reached the engine before that start.
         """
         requests, budget = self._requests, self._replicas.token_budget.item(row)
-        reached_at = requests.sent_at[order] + _TOKENIZED * requests.each[order]
+        prompt = requests.each[order] * np.maximum(requests.weight[order], 1.0)
+        reached_at = requests.sent_at[order] + _TOKENIZED * prompt
         under_way = _UNDER_WAY + 2.0 * self._step_with(row, budget)
         late = (reached_at > asked_at - under_way).nonzero()[0]
         settled = order[: late.item(0)] if len(late) else order

@@ -103,6 +103,7 @@ class Replicas(Columns, Table):
     steps: Floats  # engine steps, as the replica counts them
     polled_steps: Floats  # engine steps at the last poll
     chunk: Floats  # prompt tokens in the prefill step in progress
+    seen: Floats  # end of the last prompt whose first token this router observed
     prefilled_sent_at: Floats  # when the latest sequence known to be prefilled was sent
     decoding: Floats  # this router's sequences that decode
     held: Floats  # prompt tokens of the sequences counted in `decoding`

@@ -122,7 +122,8 @@ class InFlight:
         if self._chunks is not None:
             services.chunks.spend(self._chunks - self._expected_chunks)
         # A response that was cut off or runs on in the background has no known length.
-        succeeded = 0 < (outcome.status or 0) < 400 and not (lost or profile.in_background)
+        succeeded = outcome.status is not None and outcome.status < 400
+        succeeded = succeeded and not lost and not profile.in_background
         # Envoy closes the stream in the same way when a response ends and when a client hangs up:
         # only the last chunk shows that the response is complete.
         complete = succeeded and self._response_ended

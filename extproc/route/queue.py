@@ -12,7 +12,8 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
   replica can start a request if the replica has room (:mod:`extproc.route.room`) and is not
   reserved (:meth:`~extproc.route.backlog.Backlog.reserves`). The request is decided anew when the
   expected wait has passed. The first request of a model is also decided anew every 0.2 s, and when
-  a replica gets more room; the first that waits for an excluded replica, every second. No request
+  a replica gets more room; the first that waits for an excluded replica, every second and when a
+  request ends there. No request
   is refused while a replica could start it, with three exceptions: the request continues a response
   that another replica stores, the request would miss the target of its objective, or more than 16
   requests exceed the longest wait at once.
@@ -174,14 +175,16 @@ class Queue:
             self._offer(replica)
 
     def _offer(self, replica: str) -> None:
-        """Dispatch requests to a replica that may have more room than before. If the replica is
-        excluded, decide anew the first requests that wait for it."""
+        """Dispatch requests to a replica that may have more room than before. Decide anew the first
+        requests that wait for it and that it may not serve any more."""
         decided, row = 0, self._fleet.members.rows.get(replica)
         while row is not None and self._requests and decided < _OFFERS:
             now, room = self._fleet.now, self._fleet.free_kv_tokens(replica)
             left = self._backlog.left.get(row, -inf)
             for request in self._backlog.heads(row, _MODELS):
-                if request.priority <= left or room < request.tokens or request.declines(row, now):
+                serves = row in self._fleet.eligibility.candidates(request.model).rows
+                full = serves and room < request.tokens
+                if request.priority <= left or full or request.declines(row, now):
                     continue
                 decided += 1
                 if self._decide(request, now) or decided == _OFFERS:

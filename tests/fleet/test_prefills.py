@@ -1,5 +1,6 @@
 """The next poll corrects a wrong backlog, whatever made it wrong."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -19,6 +20,7 @@ from tests.fakes import (
     MODEL,
     ManualClock,
     chat,
+    embedding,
     fleet_of,
     replica,
     state,
@@ -54,6 +56,36 @@ def test_poll_of_a_slow_replica_restores_the_backlog(clock: ManualClock) -> None
     clock.advance(0.5)
     fleet.put(state(1, H100, clock, running=3, waiting=1, kv_usage=0.1))
     assert 30_000 <= backlog(fleet) <= 60_000
+
+
+def test_poll_undoes_no_first_token(fleet: Fleet, clock: ManualClock) -> None:
+    for ticket in [fleet.dispatch(replica(1), chat(2000, 400)) for _ in range(4)]:
+        clock.advance(0.6)
+        fleet.first_token(ticket)
+    aborted = [fleet.dispatch(replica(1), chat(2000, 400)) for _ in range(4)]
+    clock.advance(0.1)
+    for ticket in aborted:
+        fleet.release(ticket, prefilled=False)
+    clock.advance(0.1)
+    fleet.put(state(1, A10, clock, running=4, waiting=4), age=0.15)
+    assert (backlog(fleet), fleet.view(MODEL).batch[0]) == (0, 4)
+
+
+def test_queue_of_others_leaves_prompts_prefilled(fleet: Fleet, clock: ManualClock) -> None:
+    for _ in range(4):
+        fleet.dispatch(replica(1), chat(1000, 400))
+    clock.advance(5.0)
+    fleet.receive_digest(_other_router(requests=5))
+    fleet.put(state(1, A10, clock, running=4, waiting=5))
+    assert backlog(fleet) == 0
+
+
+def test_prompts_of_a_batch_are_queued_one_by_one(fleet: Fleet, clock: ManualClock) -> None:
+    fleet.dispatch(replica(1), chat(2000, 100))
+    fleet.dispatch(replica(1), replace(embedding(8000), prompts=50, longest_share=0.02))
+    clock.advance(5.0)
+    fleet.put(state(1, A10, clock, running=1, waiting=50))
+    assert backlog(fleet) == pytest.approx(8000, abs=1)
 
 
 def test_prompt_sent_after_the_poll_stays_queued(fleet: Fleet, clock: ManualClock) -> None:
@@ -99,6 +131,14 @@ def test_aborted_prompts_build_up_no_backlog(fleet: Fleet, clock: ManualClock) -
     assert backlog(fleet) <= 2048
 
 
+def test_restarted_replica_has_no_backlog(fleet: Fleet, clock: ManualClock) -> None:
+    fleet.put(state(1, A10, clock, steps=500))
+    fleet.dispatch(replica(1), chat(16_000, 100))
+    clock.advance(0.1)
+    fleet.put(state(1, A10, clock, steps=0))
+    assert backlog(fleet) == 0
+
+
 @pytest.mark.parametrize("believed", [H100, A100, A10])
 @pytest.mark.parametrize("cached", [0.0, 0.9])
 def test_backlog_follows_an_engine_of_another_profile(believed: str, cached: float) -> None:
@@ -124,7 +164,7 @@ def test_backlog_follows_an_engine_of_another_profile(believed: str, cached: flo
             engine.advance(clock())
             fleet.put(_page([engine], clock, profile=believed))
             errors.append(backlog(fleet) - sum(s.prompt_tokens for s in engine.queued))
-    slack = 2 * 12 * 2025
+    slack = 2.0 * 12.0 * 2025  # seconds · prompts/s · mean tokens
     assert all(-slack <= error <= slack for error in errors)
 
 
