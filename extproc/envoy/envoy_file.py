@@ -62,9 +62,9 @@ class EnvoyFile(Tree):
 
     @cached_property
     def managers(self) -> list[Node]:
-        """Connection managers with an ext_proc filter; all if none has one, as in patches."""
+        """Connection managers with one of ``ext_procs``; all if none has one, as in patches."""
         managers = self.all(MANAGER)
-        return [item for item in managers if self.all(EXT_PROC, item)] or managers
+        return [manager for manager in managers if self.ext_procs_in(manager)] or managers
 
     @cached_property
     def router_clusters(self) -> list[Node]:
@@ -99,14 +99,14 @@ class EnvoyFile(Tree):
     def ext_procs(self) -> list[Node]:
         """The ext_proc filters that are enabled for a route to the replicas; others ask another
         server. All filters if none is enabled there, as in patches."""
-        routes = self.replica_routes
-        enabled = [
-            filter
-            for entry in self._entries(EXT_PROC)
-            if any(self._passes(entry, route) for route in routes)
-            for filter in self.all(EXT_PROC, entry)
-        ]
-        return enabled or self.all(EXT_PROC)
+        entries = [entry for route in self.replica_routes for entry in self._ext_procs_for(route)]
+        enabled = {filter.path: filter for at in entries for filter in self.all(EXT_PROC, at)}
+        return [*enabled.values()] or self.all(EXT_PROC)
+
+    def ext_procs_in(self, node: Node) -> list[Node]:
+        """Return those of ``ext_procs`` that a listener or a connection manager contains."""
+        depth = len(node.path)
+        return [filter for filter in self.ext_procs if filter.path[:depth] == node.path]
 
     @cached_property
     def filters(self) -> list[Node]:
@@ -118,11 +118,22 @@ class EnvoyFile(Tree):
         """Return the ext_proc filters as a route overrides them; unchanged without overrides."""
         return [
             Node(filter.cls, setting.path, filter | _overrides(setting["overrides"]))
-            for entry in self._entries(EXT_PROC)
+            for entry in self._ext_procs_for(route)
             for setting in self._settings_for(route, entry)
             if setting.kind == _PER_ROUTE and "overrides" in setting
             for filter in self.all(EXT_PROC, entry)
         ] or self.ext_procs
+
+    def _ext_procs_for(self, route: Node) -> list[Node]:
+        """Return the entries of ext_proc filters that are enabled for a route, and not part of
+        another connection manager."""
+        manager = self.around(route, MANAGER)
+        return [
+            entry
+            for entry in self._entries(EXT_PROC)
+            if self._passes(entry, route)
+            if None in (manager, around := self.around(entry, MANAGER)) or manager is around
+        ]
 
     def is_enabled(self, filter: Node) -> bool:
         """Return true if the entry in ``http_filters`` is not disabled, or a route enables it."""

@@ -3,7 +3,7 @@
 from datetime import timedelta
 
 from extproc.envoy.cluster_rules import CLUSTER_RULES
-from extproc.envoy.envoy_file import EXT_PROC, EnvoyFile
+from extproc.envoy.envoy_file import EnvoyFile
 from extproc.envoy.finding import Level
 from extproc.envoy.route_rules import ROUTE_RULES
 from extproc.envoy.rules import FILTER_RULES, Rule, mode, seconds
@@ -29,14 +29,14 @@ _SHARED = {
 
 def only_observes(file: EnvoyFile) -> bool:
     """Return true if Envoy ignores all replies of the router."""
-    return all(filter["observability_mode"] for filter in file.all(EXT_PROC))
+    return all(filter["observability_mode"] for filter in file.ext_procs)
 
 
 # A table: the formatter would give each field a line.
 # fmt: off
 OBSERVER_RULES = (
     *(rule for rule in (*FILTER_RULES, *ROUTE_RULES, *CLUSTER_RULES) if rule.id in _SHARED),
-    Rule("router_is_ignored", Level.ERROR, lambda file: file.all(EXT_PROC),
+    Rule("router_is_ignored", Level.ERROR, lambda file: file.ext_procs,
         "Envoy and the router agree that the router only observes.",
         lambda _, file: file.config.serve.mode != "observe",
         "observability_mode is true, so Envoy ignores the router's choices, and serve.mode is "
@@ -47,13 +47,13 @@ OBSERVER_RULES = (
         lambda filter, _: (body := mode(filter, "request_body")) != "STREAMED" and body,
         "request_body_mode is {}: with observability_mode, Envoy sends no body in this mode. Write "
         "request_body_mode: STREAMED"),
-    Rule("responses_are_sampled", Level.WARNING, lambda file: file.all(EXT_PROC),
+    Rule("responses_are_sampled", Level.WARNING, lambda file: file.ext_procs,
         "The router gets the bodies of some responses, and learns from them.",
         lambda _, file: all(mode(each, "response_body") != "STREAMED" for each in file.filters),
         "response_body_mode is nowhere STREAMED: the router never sees the end of a response, and "
         "compares no prediction with the actual time. Copy the first route of envoy/observe.yaml "
         "of the project's repository"),
-    Rule("end_is_told_soon", Level.WARNING, lambda file: file.all(EXT_PROC),
+    Rule("end_is_told_soon", Level.WARNING, lambda file: file.ext_procs,
         "The router learns at once that a response has ended.",
         lambda filter, _: (
             (time := filter["deferred_close_timeout"] or _DEFAULT_CLOSE) > _LATE_CLOSE

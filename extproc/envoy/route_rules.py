@@ -129,7 +129,7 @@ ROUTE_RULES = (
         "is SKIP: requests leave before the router has their body. Remove disabled: true, or "
         "override ext_proc's processing_mode there with request_header_mode: SEND"),
     Rule("large_bodies_pass", Level.WARNING,
-        lambda file: [listener for listener in file.all(LISTENER) if file.all(EXT_PROC, listener)]
+        lambda file: [listener for listener in file.all(LISTENER) if file.ext_procs_in(listener)]
             or file.all(LISTENER),  # a fragment has the filter outside of its listeners
         "The listener accepts bodies larger than 1 MiB.",
         lambda listener, _: (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
-from extproc.envoy.envoy_file import BUFFER, EXT_PROC, OVERRIDE_HOST, EnvoyFile, router_cluster
+from extproc.envoy.envoy_file import BUFFER, OVERRIDE_HOST, EnvoyFile, router_cluster
 from extproc.envoy.finding import Finding, Level
 from extproc.envoy.tree import MANAGER, Node
 from extproc.proxy.messages import (
@@ -98,13 +98,13 @@ def _bodies_first(file: EnvoyFile) -> list[Node]:
 def _managers(file: EnvoyFile, has: Callable[[Node], bool]) -> list[Node]:
     """Return connection managers with an ext_proc filter for which ``has`` returns true."""
     managers = file.all(MANAGER)
-    return [manager for manager in managers if any(map(has, file.all(EXT_PROC, manager)))]
+    return [manager for manager in managers if any(map(has, file.ext_procs_in(manager)))]
 
 
 def _lets_through(header: str) -> Callable[[Node, EnvoyFile], bool]:
     """Return a test: true if a client's ``header`` reaches an ext_proc filter of a manager."""
     return lambda node, file: (
-        not all(file.removes_before(filter, header) for filter in file.all(EXT_PROC, node))
+        not all(file.removes_before(filter, header) for filter in file.ext_procs_in(node))
     )
 
 

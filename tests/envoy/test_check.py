@@ -119,6 +119,20 @@ class EditableBootstrap:
         listeners.append({"name": "other", "filter_chains": [{"filters": filters}]})
         return self
 
+    def add_listener_with_ext_proc(self, route: Mapping[str, object], **entry: object) -> Self:
+        """Add a listener whose only ext_proc filter asks another server; ``entry``: more fields
+        of the filter's entry."""
+        self.add_listener().add_cluster("web")
+        listener = self.tree["static_resources"]["listeners"][-1]
+        manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+        hosts = [{**self.host, "routes": [route]}]
+        manager.update(stream_idle_timeout="5s", route_config={"virtual_hosts": hosts})
+        manager["common_http_protocol_options"] = {"headers_with_underscores_action": "DROP_HEADER"}
+        config = {"@type": self.ext_proc["@type"]}
+        filters = manager["http_filters"]
+        filters.insert(0, {"name": "other", "typed_config": config, **entry})
+        return self
+
     def add_other_ext_proc(self) -> Self:
         """Add a filter that asks another server, for one route to another cluster."""
         config = {**self.ext_proc, "failure_mode_allow": False, "processing_mode": {}}
@@ -583,6 +597,8 @@ ALLOWED: list[Breakage] = [
      b.tree.update(dynamic_resources={"cds_config": {"ads": {}}})),
     lambda b: b.add_listener(),
     lambda b: b.add_other_ext_proc(),
+    lambda b: b.add_listener_with_ext_proc(CATCH_ALL),
+    lambda b: b.add_listener_with_ext_proc(b.routes[0], disabled=True),
     lambda b: (b.add_cluster("web"), b.routes.append(WEB)),
     lambda b: b.routes.insert(0, {**b.routes[0], "match": {"prefix": "/", "grpc": {}}}),
     lambda b: (b.add_cluster("web"), b.routes.append(CATCH_ALL)),
@@ -610,6 +626,10 @@ ALLOWED: list[Breakage] = [
     lambda b: (
         b.keep_forged_mark(),
         b.filters.insert(0, b.removing_filter("x-extproc-response-skipped"))),
+    lambda b: (
+        b.keep_forged_mark(),
+        b.filters.insert(0, b.removing_filter("x-extproc-response-skipped")),
+        b.add_other_ext_proc()),
 ]  # fmt: skip
 
 
@@ -624,6 +644,9 @@ JUDGED: list[tuple[str, bool, Settings, Breakage]] = [
     ("headers_come_with_body", False, NAMED, EditableBootstrap.headers_first),
     ("named_headers_arrive", True, UNDERSCORE,
      lambda b: b.send_header("x_tenant").underscores("ALLOW")),
+    ("named_headers_arrive", True, UNDERSCORE,
+     lambda b: b.send_header("x_tenant").underscores("ALLOW").add_listener_with_ext_proc(
+         CATCH_ALL)),
     ("named_headers_arrive", True, UNDERSCORE,
      lambda b: (b.send_header("x_tenant"), b.manager.pop("common_http_protocol_options"))),
     ("forged_priority_is_removed", True, PRIORITIES, lambda b: None),

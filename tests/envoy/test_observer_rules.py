@@ -37,6 +37,14 @@ def test_shipped_file_passes_every_rule() -> None:
     assert complaints(GOOD) == []
 
 
+def test_filter_that_asks_another_server_is_not_judged() -> None:
+    tree = copy.deepcopy(GOOD)
+    filters = manager_of(tree)["http_filters"]
+    config = {"@type": filters[0]["typed_config"]["@type"]}
+    filters.insert(0, {"name": "other", "typed_config": config, "disabled": True})
+    assert complaints(tree) == []
+
+
 def test_router_that_routes_is_ignored() -> None:
     assert complaints(GOOD, Config()) == [("router_is_ignored", Level.ERROR)]
 
