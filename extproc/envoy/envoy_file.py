@@ -115,14 +115,14 @@ class EnvoyFile(Tree):
         return [*{node.path: node for node in (*self.ext_procs, *overridden)}.values()]
 
     def filters_of(self, route: Node) -> list[Node]:
-        """Return the ext_proc filters as a route overrides them; unchanged without overrides."""
+        """Return the ext_proc filters that are enabled for a route, each as the route overrides
+        it, or as configured."""
         return [
-            Node(filter.cls, setting.path, filter | _overrides(setting["overrides"]))
+            node
             for entry in self._ext_procs_for(route)
-            for setting in self._settings_for(route, entry)
-            if setting.kind == _PER_ROUTE and "overrides" in setting
             for filter in self.all(EXT_PROC, entry)
-        ] or self.ext_procs
+            for node in _overridden(filter, self._settings_for(route, entry)) or [filter]
+        ]
 
     def _ext_procs_for(self, route: Node) -> list[Node]:
         """Return the entries of ext_proc filters that are enabled for a route, and not part of
@@ -235,6 +235,15 @@ def clusters_of(route: Node) -> set[str]:
 
 def _removes(mutations: list[Node], header: str) -> bool:
     return any((mutation["remove"] or "").lower() == header for mutation in mutations)
+
+
+def _overridden(filter: Node, settings: list[Node]) -> list[Node]:
+    """Return the filter as each of the settings that override it leaves it."""
+    return [
+        Node(filter.cls, setting.path, filter | _overrides(setting["overrides"]))
+        for setting in settings
+        if "overrides" in setting
+    ]
 
 
 def _overrides(overrides: Node) -> dict[str, object]:

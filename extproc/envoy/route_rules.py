@@ -121,7 +121,7 @@ ROUTE_RULES = (
         "weighted clusters, or enable the filter there with overrides: {{}}"),
     Rule("routes_wait", Level.ERROR,
         lambda file: [route for route in file.replica_routes
-            if file.passes(EXT_PROC, route) and any(map(is_body_first, file.filters_of(route)))]
+            if any(map(is_body_first, file.filters_of(route)))]
             if file.all(BUFFER) else [],
         "The buffer filter is enabled for every route on which the body comes first.",
         lambda route, file: not file.passes(BUFFER, route),

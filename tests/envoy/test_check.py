@@ -119,6 +119,12 @@ class EditableBootstrap:
         listeners.append({"name": "other", "filter_chains": [{"filters": filters}]})
         return self
 
+    def add_enabled_ext_proc(self) -> Self:
+        """Add another filter for all routes."""
+        config = {**self.ext_proc, "message_timeout": "0.5s"}
+        self.filters.insert(0, {"name": "other", "typed_config": config})
+        return self
+
     def add_listener_with_ext_proc(self, route: Mapping[str, object], **entry: object) -> Self:
         """Add a listener whose only ext_proc filter asks another server; ``entry``: more fields
         of the filter's entry."""
@@ -357,6 +363,11 @@ BREAKAGES = [
     error("routes_wait", "buffer is disabled",
      lambda b: b.split({"name": "replicas", **NO_BUFFER})),
     error("routes_wait", "buffer is disabled", lambda b: b.filters[1].update(disabled=True)),
+    error("routes_wait", "buffer is disabled",
+     lambda b: b.add_enabled_ext_proc().routes[0].update(typed_per_filter_config={
+         **NO_BUFFER["typed_per_filter_config"],
+         "other": {"@type": PER_ROUTE,
+             "overrides": {"processing_mode": {**b.mode, "request_header_mode": "SEND"}}}})),
     error("headers_come_with_body", "request.path", lambda b: b.ext_proc.pop("request_attributes")),
     error("headers_come_with_body", "lacks request.headers['content-encoding']:",
      lambda b: b.ext_proc.update(request_attributes=["request.path"])),
