@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
-from extproc.envoy.envoy_file import BUFFER, OVERRIDE_HOST, EnvoyFile, router_cluster
+from extproc.envoy.envoy_file import BUFFER, EXT_PROC, OVERRIDE_HOST, EnvoyFile, router_cluster
 from extproc.envoy.finding import Finding, Level
 from extproc.envoy.tree import MANAGER, Node
 from extproc.proxy.messages import (
@@ -158,7 +158,9 @@ FILTER_RULES = (
         _lacks_router_cluster,
         "grpc_service {}: Envoy never asks the router. "
         "Write grpc_service: {{envoy_grpc: {{cluster_name: the router's cluster}}}}"),
-    Rule("filter_is_enabled", Level.ERROR, lambda file: file.filters,
+    Rule("filter_is_enabled", Level.ERROR,
+        lambda file: [filter for filter in file.all(EXT_PROC)
+            if filter in file.ext_procs or METADATA_NAMESPACE in _namespaces(filter)],
         "The ext_proc filter is enabled, or a route enables it.",
         lambda filter, file: not file.is_enabled(filter),
         "the filter is disabled, and no route enables it: Envoy never asks the router. "

@@ -433,6 +433,8 @@ BREAKAGES = [
     error("filter_is_enabled", "disabled", lambda b: b.filters[0].update(disabled=True)),
     error("filter_is_enabled", "no route enables it",
      lambda b: (b.filters[0].update(disabled=True), b.routes[0].update(per_filter(disabled=True)))),
+    error("filter_is_enabled", "disabled",
+     lambda b: b.add_enabled_ext_proc().filters[1].update(disabled=True)),
     warning("router_is_health_checked", "hangs", lambda b: b.router.pop("health_checks")),
     warning("new_router_is_asked_soon", "no_traffic_interval: 0.5s",
      lambda b: b.router["health_checks"][0].pop("no_traffic_interval")),
