@@ -113,9 +113,9 @@ async def _get(
             f"the router at {url} accepts connections, but does not answer; if its /livez does not "
             "answer, either, restart the router: it hangs"
         ) from None
-    except aiohttp.ClientResponseError:
-        raise _no_router(url, "no HTTP/1.1, like the gRPC of serve.listen") from None
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        if "Bad status line" in str(error):  # aiohttp exports no class for this error
+            raise _no_router(url, "no HTTP/1.1, like the gRPC of serve.listen") from None
         raise RouterUnavailableError(
             f"no router answers at {url}: {_reason(error)}: check that a router runs and that this "
             "is its serve.admin, or name another address with --router"
@@ -134,6 +134,8 @@ def _reason(error: Exception) -> str:
     # Subclasses, for errors of DNS and TLS, have error numbers of other kinds.
     if type(error) is aiohttp.ClientConnectorError and error.os_error.errno:
         return os.strerror(error.os_error.errno).lower()
+    if isinstance(error, aiohttp.TooManyRedirects):
+        return "too many redirects"
     if isinstance(error, aiohttp.InvalidURL):
         return "this is no URL"
     return str(error) or type(error).__name__

@@ -322,6 +322,17 @@ async def test_grpc_port_of_a_router_is_told_from_its_admin_port(run: Run, comma
     assert "it answers no HTTP/1.1, like the gRPC of serve.listen" in line
 
 
+@pytest.mark.parametrize("command", ["explain", "top"])
+async def test_proxy_that_only_redirects_is_an_error_of_one_line(run: Run, command: str) -> None:
+    async def login(request: web.Request) -> web.Response:
+        raise web.HTTPFound(request.path)
+
+    routes = [web.get("/{path:.*}", login)]
+    async with serve_admin("127.0.0.1:0", CollectorRegistry(), routes) as address:
+        (line,) = await run(command, "--router", address, status=1)
+    assert f"no router answers at http://{address}: too many redirects: check that a" in line
+
+
 async def test_router_comes_from_file_or_environment(
     router: str, explain: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
