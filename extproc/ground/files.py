@@ -1,7 +1,6 @@
 """Reader of files that settings name: errors take one line, and changed files are read again."""
 
 import logging
-import os
 import ssl
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,7 +12,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Stamp = tuple[int, int, int]  # inode, time of modification (ns), bytes
+_Stamp = tuple[int, int, int]  # inode, time of modification (ns), bytes
 
 
 def read_file(setting: str, path: Path) -> bytes:
@@ -50,7 +49,7 @@ class WatchedFiles(Generic[T]):
         self._what = what
         self._read = read
         self._files = files
-        self._stamps: list[Stamp | None] | None = None  # None: no read has succeeded yet
+        self._stamps: list[_Stamp | None] | None = None  # None: no read has succeeded yet
         self._extra = {"file": ", ".join(map(str, files))}
         begins = f"{what} cannot be used: keeping the last usable content, if any, and retrying"
         over = f"{what} can be used again"
@@ -58,9 +57,17 @@ class WatchedFiles(Generic[T]):
 
     def read(self) -> T:
         """Returns the content; raises what the constructor's ``read`` raises."""
-        stamps, self._stamps = stamps_of(self._files), None
+        stamps, self._stamps = _stamps_of(self._files), None
         self.content = self._read()
         self._stamps = stamps
+        return self.content
+
+    def newest(self) -> T:
+        """Returns the last usable content, after a read of changed files; raises what the
+        constructor's ``read`` raises if no read has succeeded yet."""
+        if not hasattr(self, "content"):
+            return self.read()
+        self.if_changed()
         return self.content
 
     def if_changed(self) -> T | None:
@@ -69,7 +76,7 @@ class WatchedFiles(Generic[T]):
 
         Files count as changed until a read succeeds.
         """
-        if self._stamps == stamps_of(self._files):
+        if self._stamps == _stamps_of(self._files):
             return None
         again = hasattr(self, "content")
         try:
@@ -83,14 +90,14 @@ class WatchedFiles(Generic[T]):
         return self.content
 
 
-def stamps_of(files: Iterable[Path | str]) -> list[Stamp | None]:
+def _stamps_of(files: Iterable[Path]) -> list[_Stamp | None]:
     """Returns figures that change with each file; None for a file that cannot be accessed."""
     return [_stamp(file) for file in files]
 
 
-def _stamp(file: Path | str) -> Stamp | None:
+def _stamp(file: Path) -> _Stamp | None:
     try:
-        status = os.stat(file)
+        status = file.stat()
     except OSError:
         return None
     return status.st_ino, status.st_mtime_ns, status.st_size

@@ -64,8 +64,7 @@ def server_context(section: str, cert: Path | None, key: Path | None) -> ssl.SSL
     first = renewed.read().context
 
     def before_handshake(connection: Any, *_: object) -> None:
-        renewed.if_changed()
-        connection.context = renewed.content.context
+        connection.context = renewed.newest().context
 
     first.sni_callback = before_handshake
     return first

@@ -125,9 +125,8 @@ def _authorization(access: AdminSettings) -> Callable[[web.Request], bool]:
     file.read()
 
     def has_token(request: web.Request) -> bool:
-        file.if_changed()
         scheme, _, sent = request.headers.get("Authorization", "").partition(" ")
-        right = compare_digest(sent.encode(errors="surrogateescape"), file.content.encode())
+        right = compare_digest(sent.encode(errors="surrogateescape"), file.newest().encode())
         return right and scheme.lower() == "bearer"
 
     return has_token

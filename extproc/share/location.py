@@ -5,7 +5,8 @@ import asyncio
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from redis.asyncio.connection import Connection, RedisSSLContext, SSLConnection
@@ -14,13 +15,14 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.utils import str_if_bytes
 
 from extproc.ground.address import is_ip, join_address
-from extproc.ground.files import Stamp, stamps_of
+from extproc.ground.files import WatchedFiles
 from extproc.ground.runtime import look_up, started
 
 Node = tuple[str, int]  # host and port
 Ask = Callable[[Connection, Node], Awaitable[Node]]
 
-_TLS_OPTIONS = "keyfile", "certfile", "cert_reqs", "ca_certs", "check_hostname", "ciphers"
+_TLS_FILES = "ca_certs", "certfile", "keyfile"
+_TLS_OPTIONS = *_TLS_FILES, "cert_reqs", "check_hostname", "ciphers"
 
 
 @dataclass(eq=False, repr=False)  # a connection has a password
@@ -100,19 +102,19 @@ async def _resolve(host: str) -> None:
 
 class TlsConnection(SSLConnection):
     """Connection over TLS. Equal options share a context, because a new context takes 20 ms of the
-    event loop. Unlike redis-py, makes a new context if a file has changed."""
+    event loop. Unlike redis-py, makes a new context if a file has changed, and keeps the last one
+    if the file cannot be used."""
 
     def _connection_arguments(self) -> Mapping[str, Any]:
         tls = self.ssl_context
-        options = {name: getattr(tls, name) for name in _TLS_OPTIONS}
-        stamps = stamps_of(filter(None, (tls.ca_certs, tls.certfile, tls.keyfile)))
-        tls.context = _context(tuple(stamps), **options)
+        tls.context = _watched(**{name: getattr(tls, name) for name in _TLS_OPTIONS}).newest()
         return super()._connection_arguments()
 
 
-@lru_cache(maxsize=4)
-def _context(stamps: tuple[Stamp | None, ...], **options: Any) -> ssl.SSLContext:
-    return RedisSSLContext(**options).get()
+@cache
+def _watched(**options: Any) -> WatchedFiles[ssl.SSLContext]:
+    files = [Path(options[name]) for name in _TLS_FILES if options[name]]
+    return WatchedFiles("TLS files of Redis", lambda: RedisSSLContext(**options).get(), *files)
 
 
 class LocatedConnection(Connection):

@@ -1,5 +1,6 @@
 """Redis over a Unix socket, TLS, Sentinels and a Cluster, with fail-overs."""
 
+import os
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -36,6 +37,9 @@ from tests.waiting import until as eventually
 pytestmark = pytest.mark.process
 
 POOL = "test"
+UNUSABLE = (
+    "TLS files of Redis cannot be used: keeping the last usable content, if any, and retrying"
+)
 
 
 async def share_through(url: RedisSettings | str) -> None:
@@ -96,13 +100,18 @@ async def test_state_passes_mutual_tls(redis_server: RedisServer, certificate: P
 
 
 async def test_renewed_certificates_are_used_without_a_restart(
-    redis_server: RedisServer, certificate: Path
+    redis_server: RedisServer, certificate: Path, logged: Logged
 ) -> None:
     context = mutual_tls(certificate)
     async with proxied(redis_server.port, context) as proxy:
         files = f"ssl_ca_certs={certificate}&ssl_certfile={certificate}"
         async with connect(f"rediss://localhost:{proxy.port}/0?{files}", POOL) as redis:
             await redis.ping()
+            os.truncate(certificate, 0)
+            proxy.cut()
+            await eventually(partial(written, redis, "{test}:key"))
+            line = await logged.line(UNUSABLE)
+            assert line["file"] == f"{certificate}, {certificate}"
             make_certificate(certificate)
             renewed = mutual_tls(certificate)
             context.sni_callback = lambda server, *_: setattr(server, "context", renewed)
