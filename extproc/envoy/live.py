@@ -93,7 +93,9 @@ async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]
     discovery = Discovery(config.replicas, config.replicas_file, RESOLVE_S)
     names |= {target.id: target.name for target in await discovery.targets()}
     discovery.stop()
-    for source, problem in discovery.problems().items():
+    unread = discovery.problems()
+    unread.pop(str(config.replicas_file), None)  # ``check_replicas`` reports the file
+    for source, problem in unread.items():
         text = (
             f"has no address ({problem}): none of its replicas is polled. Correct its name, or "
             "what resolves it"

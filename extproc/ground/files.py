@@ -53,7 +53,7 @@ class WatchedFiles(Generic[T]):
         self._extra = {"file": ", ".join(map(str, files))}
         begins = f"{what} cannot be used: keeping the last usable content, if any, and retrying"
         over = f"{what} can be used again"
-        self._outage = OutageLog(log, begins, over, logging.ERROR, each=True, **self._extra)
+        self.outage = OutageLog(log, begins, over, logging.ERROR, each=True, **self._extra)
 
     def read(self) -> T:
         """Returns the content; raises what the constructor's ``read`` raises."""
@@ -77,14 +77,15 @@ class WatchedFiles(Generic[T]):
         Files count as changed until a read succeeds.
         """
         if self._stamps == _stamps_of(self._files):
+            self.outage.recovered()
             return None
         again = hasattr(self, "content")
         try:
             self.read()
         except (OSError, ValueError) as error:
-            self._outage.failed(getattr(error, "strerror", None) or error)
+            self.outage.failed(getattr(error, "strerror", None) or error)
             return None
-        self._outage.recovered()
+        self.outage.recovered()
         if again:
             log.info(f"{self._what} read again after a change", extra=self._extra)
         return self.content

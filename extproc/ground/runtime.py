@@ -4,13 +4,13 @@ import asyncio
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from random import Random
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -65,6 +65,34 @@ async def in_daemon_thread(work: Callable[[], T]) -> T:
 
     Thread(target=run, daemon=True).start()
     return await asyncio.wrap_future(done)
+
+
+class SlowCall(Generic[T]):
+    """A call that may hang, made repeatedly but never twice at a time.
+
+    A call that takes longer than ``timeout_s`` goes on; the next :meth:`result` uses its result.
+    """
+
+    def __init__(self, call: Callable[[], Awaitable[T]], timeout_s: float) -> None:
+        self._call = call
+        self._timeout_s = timeout_s
+        self._running: asyncio.Future[T] | None = None
+
+    async def result(self) -> T:
+        """Returns the call's result, or raises its exception.
+
+        Raises:
+            TimeoutError: no result yet.
+        """
+        if self._running is None:
+            self._running = asyncio.ensure_future(self._call())
+            # Retrieves the exception of an abandoned call; asyncio would log it otherwise.
+            self._running.add_done_callback(lambda call: call.cancelled() or call.exception())
+        await asyncio.wait([self._running], timeout=self._timeout_s)
+        if not self._running.done():
+            raise TimeoutError(f"no answer within {self._timeout_s:g} s")
+        call, self._running = self._running, None
+        return call.result()
 
 
 async def look_up(host: str) -> list[str]:

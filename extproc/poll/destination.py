@@ -31,7 +31,7 @@ class Destination:
     async def claim(self, replicas: Collection[str], problems: Collection[str] = ()) -> Assignment:
         """Returns the subset of the replicas that this poller has to scrape until the next call.
 
-        ``problems``: sources that cannot be looked up, each with the reason.
+        ``problems``: sources of replicas that cannot be read, each with the reason.
         """
         return Assignment(frozenset(replicas))
 

@@ -16,7 +16,7 @@ from extproc.config import Config, KubernetesPods, ReplicaSource
 from extproc.ground.address import join_address, with_name
 from extproc.ground.clock import Clock, monotonic
 from extproc.ground.files import WatchedFiles
-from extproc.ground.runtime import in_daemon_thread
+from extproc.ground.runtime import SlowCall, in_daemon_thread
 from extproc.ground.yaml_file import read_yaml
 from extproc.poll.resolve import Host, Resolve, resolve_host
 from extproc.replica_state import ReplicaState
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from extproc.poll.kubernetes import KubernetesWatch
 
 RESOLVE_S = 2.0
-"""Seconds between two reads of DNS names and the replicas file; also the timeout of a lookup."""
+"""Seconds between two reads of DNS names and the replicas file; also the timeout of a read."""
 _UNNAMED_S = 10.0
 """Seconds without a mention in DNS answers after which an address drains. One answer may name only
 some of a host's addresses, but all answers in this time together name every address."""
@@ -75,8 +75,7 @@ class Discovery:
         clock: Clock = monotonic,
     ) -> None:
         self._sources = tuple(sources)
-        self._file = file and WatchedFiles("replicas file", partial(read_replicas, file), file)
-        self._listed: tuple[ReplicaSource, ...] = ()
+        self._file = file and _ReplicasFile(file, timeout_s)
         self._new_host = partial(Host, resolve=resolve, timeout_s=timeout_s)
         self._hosts: dict[str, Host] = {}
         self._drains = drains or Drains()
@@ -90,9 +89,7 @@ class Discovery:
     async def targets(self) -> tuple[Target, ...]:
         """Looks up and returns the replicas. An address of several sources belongs to the first
         source that does not drain it, or else to the first."""
-        if self._file and (listed := await in_daemon_thread(self._file.if_changed)) is not None:
-            self._listed = listed
-        sources = (*self._sources, *self._listed)
+        sources = (*self._sources, *(await self._file.read() if self._file else ()))
         names = {source.host_and_port[0] for source in sources if not source.kubernetes}
         self._hosts = {name: self._hosts.get(name) or self._new_host(name) for name in names}
         self._follow({source.kubernetes for source in sources if source.kubernetes})
@@ -116,10 +113,12 @@ class Discovery:
         return [str(wanted) for wanted, watch in self._watches.items() if not watch.listed]
 
     def problems(self) -> dict[str, str]:
-        """Returns the names and Kubernetes sources that could not be looked up, with the
-        reasons."""
+        """Returns the names, Kubernetes sources and replicas file that could not be read, with
+        the reasons."""
         problems = {name: host.outage.problem for name, host in self._hosts.items()}
         problems |= {str(wanted): watch.problem for wanted, watch in self._watches.items()}
+        if self._file:
+            problems[str(self._file.path)] = self._file.outage.problem
         return {name: problem for name, problem in problems.items() if problem}
 
     def stop(self) -> None:
@@ -158,6 +157,24 @@ class Discovery:
             kind = PoolWatch if wanted.inference_pool else ServiceWatch
             wake = self._drains.changed.set
             self._watches[wanted] = kind(wanted, wake, self._timeout_s, self._random)
+
+
+class _ReplicasFile:
+    """File of replicas, which may be on a file server that hangs."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        self.path = path
+        self._file = WatchedFiles("replicas file", partial(read_replicas, path), path)
+        self._read = SlowCall(partial(in_daemon_thread, self._file.if_changed), timeout_s)
+        self.outage = self._file.outage
+
+    async def read(self) -> tuple[ReplicaSource, ...]:
+        """Returns the listed replicas; those of the last read if the file cannot be used."""
+        try:
+            await self._read.result()
+        except TimeoutError as error:
+            self.outage.failed(error)
+        return getattr(self._file, "content", ())
 
 
 def names_replicas(config: Config) -> bool:

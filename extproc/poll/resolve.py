@@ -1,14 +1,14 @@
 """Resolution of the replicas' host names; a failure keeps the last addresses."""
 
-import asyncio
 import ipaddress
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 
 from extproc.ground.address import is_ip
 from extproc.ground.outage_log import OutageLog
-from extproc.ground.runtime import look_up
+from extproc.ground.runtime import SlowCall, look_up
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +42,7 @@ class Host:
     def __init__(self, name: str, resolve: Resolve, timeout_s: float) -> None:
         self.addresses: tuple[str, ...] = ()  # all IPv4 or all IPv6, sorted
         self._name = name
-        self._resolve = resolve
-        self._timeout_s = timeout_s
-        self._lookup: asyncio.Future[Sequence[str]] | None = None
+        self._lookup = SlowCall(partial(resolve, name), timeout_s)
         begins = "replica's host does not resolve: keeping its last addresses and retrying"
         self.outage = OutageLog(log, begins, "replica's host resolves again", host=name)
 
@@ -57,17 +55,7 @@ class Host:
             self.outage.note("" if self.addresses else "the name has no address")
 
     async def _resolved(self) -> Sequence[str]:
-        if is_ip(self._name):
-            return [self._name]
-        if self._lookup is None:
-            self._lookup = asyncio.ensure_future(self._resolve(self._name))
-            # Retrieves the exception of an abandoned lookup; asyncio would log it otherwise.
-            self._lookup.add_done_callback(lambda lookup: lookup.cancelled() or lookup.exception())
-        await asyncio.wait([self._lookup], timeout=self._timeout_s)
-        if not self._lookup.done():
-            raise TimeoutError(f"no answer within {self._timeout_s:g} s")
-        lookup, self._lookup = self._lookup, None
-        return lookup.result()
+        return [self._name] if is_ip(self._name) else await self._lookup.result()
 
 
 def _one_family(addresses: Iterable[str]) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ class Heartbeat(Struct, array_like=True, frozen=True):
     """Sign of life of a poller, or its farewell when it shuts down."""
 
     replicas: tuple[str, ...]  # ip:port of the replicas that the poller's sources name
-    problems: tuple[str, ...] = ()  # sources that cannot be looked up, each with the reason
+    problems: tuple[str, ...] = ()  # sources of replicas that cannot be read, with the reasons
     stopped: bool = False
 
 
@@ -51,8 +51,8 @@ class Assignment:
 async def known_pollers(
     redis: Redis, pool: str, skips: Skips
 ) -> tuple[dict[str, tuple[str, ...]], set[str]]:
-    """Returns a pool's living pollers, as ``host:port`` → sources that cannot be looked up, and the
-    names of the pollers that shut down within the last 5 s."""
+    """Returns a pool's living pollers, as ``host:port`` → sources of replicas that cannot be read,
+    and the names of the pollers that shut down within the last 5 s."""
     keys = Keys(pool)
     found: Any = await in_time(redis.smembers(keys.pollers))
     names = sorted(map(str_if_bytes, found))

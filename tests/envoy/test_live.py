@@ -254,6 +254,7 @@ async def test_unresolvable_replica_and_missing_file_are_errors(check: Check) ->
     reason = r"\((the name has no address|\[Errno .+)\)"  # with and without a name server
     assert re.search(rf"replica nowhere.invalid: has no address {reason}: ", text)
     assert "replicas_file /nope.yaml: unusable: " in text
+    assert text.count("/nope.yaml") == 1
     assert "no replica is known" in text
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,12 +16,13 @@ from typing import Any
 import pytest
 
 from extproc.config import ReplicaSource
-from extproc.poll.discovery import Discovery, Target
+from extproc.ground import files
+from extproc.poll.discovery import Discovery, Target, read_replicas
 from extproc.poll.resolve import resolve_host
 from extproc.predict.step import DEFAULT_PROFILE
 from tests.conftest import Logged
 from tests.fakes import ManualClock
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until_read
 
 FILE_BROKEN = "replicas file cannot be used: keeping the last usable content, if any, and retrying"
 FILE_USABLE = "replicas file can be used again"
@@ -39,9 +41,13 @@ class Names:
 
 
 def discovery(
-    *sources: ReplicaSource, file: Path | None = None, names: Names | None = None, **more: Any
+    *sources: ReplicaSource,
+    file: Path | None = None,
+    names: Names | None = None,
+    timeout_s: float = PATIENCE_S,
+    **more: Any,
 ) -> Discovery:
-    return Discovery(sources, file, timeout_s=0.05, resolve=(names or Names()).resolve, **more)
+    return Discovery(sources, file, timeout_s, (names or Names()).resolve, **more)
 
 
 async def ids(found: Discovery) -> list[str]:
@@ -323,7 +329,9 @@ async def test_broken_replicas_file_keeps_the_last_list(
     assert error in str(line["error"])
     assert "\n" not in str(line["error"])
     file.write_text("[10.0.0.2:80, 10.0.0.3:80]")
+    assert error in found.problems()[str(file)]
     assert await ids(found) == ["10.0.0.2:80", "10.0.0.3:80"]
+    assert not found.problems()
     assert len(logged.lines(FILE_USABLE)) == 1
 
 
@@ -384,11 +392,54 @@ async def test_config_map_update_adds_and_removes_replicas(tmp_path: Path) -> No
     assert await ids(found) == ["10.0.0.2:80", "10.0.0.3:80"]
 
 
-async def test_replicas_file_that_cannot_be_read_yet_delays_no_other_task(tmp_path: Path) -> None:
+async def test_hanging_replicas_file_keeps_the_last_list_and_delays_no_other_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reader of a named pipe waits for a writer, like a reader of a file server that hangs."""
-    file = tmp_path / "replicas.yaml"
-    os.mkfifo(file)
-    found = asyncio.create_task(ids(discovery(file=file)))
-    await asyncio.sleep(0.01)
-    file.write_text("[10.0.0.1:80]")
-    assert await found == ["10.0.0.1:80"]
+    reads = list[Path]()
+
+    def counted(path: Path) -> tuple[ReplicaSource, ...]:
+        reads.append(path)
+        return read_replicas(path)
+
+    monkeypatch.setattr("extproc.poll.discovery.read_replicas", counted)
+    file, names = replicas_file(tmp_path), Names(gpu=["10.0.0.8"])
+    pipe = file.with_name("pipe")
+    found = discovery(ReplicaSource(dns="gpu:80"), file=file, names=names, timeout_s=0.05)
+    await until_read(partial(ids, found), ["10.0.0.8:80", "10.0.0.1:80"].__eq__)
+    os.mkfifo(pipe)
+    pipe.replace(file)
+    names.zone = {"gpu": ["10.0.0.9"]}
+    for _ in range(3):
+        assert await ids(found) == ["10.0.0.9:80", "10.0.0.1:80"]
+        assert found.problems() == {str(file): "no answer within 0.05 s"}
+    assert len(reads) <= 2
+    file.rename(pipe)
+    file.write_text("[10.0.0.3:80]")
+    pipe.write_text("[10.0.0.2:80]")
+    for listed in ("10.0.0.2:80", "10.0.0.3:80"):
+        await until_read(partial(ids, found), ["10.0.0.9:80", listed].__eq__)
+    assert not found.problems()
+
+
+async def test_replicas_file_that_answers_again_unchanged_is_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, released, stamp = replicas_file(tmp_path), threading.Event(), files._stamp
+    found = discovery(file=file, timeout_s=0.05)
+    await until_read(partial(ids, found), ["10.0.0.1:80"].__eq__)
+
+    def late(path: Path) -> object:
+        released.wait()
+        return stamp(path)
+
+    async def problems() -> dict[str, str]:
+        await found.targets()
+        return found.problems()
+
+    monkeypatch.setattr(files, "_stamp", late)
+    try:
+        await until_read(problems, {str(file): "no answer within 0.05 s"}.__eq__)
+    finally:
+        released.set()
+    await until_read(problems, {}.__eq__)
