@@ -43,8 +43,10 @@ class Destination:
     async def blocks_changed(self, replica: str, blocks: KvBlocks) -> None:
         """Notes that the replica's KV blocks may have changed."""
 
-    async def save_blocks(self, replica: str, dump: Callable[[], bytes]) -> None:
-        """Stores ``dump()`` for the replica's next poller."""
+    async def save_blocks(self, replica: str, dump: Callable[[], bytes]) -> bool:
+        """Stores ``dump()`` for the replica's next poller. Returns False, without a wait, if too
+        many saves and loads are in progress: the caller tries again later."""
+        return True
 
     async def load_blocks(self, replica: str) -> bytes:
         """Returns the last bytes saved for the replica, or empty bytes if nothing was saved."""

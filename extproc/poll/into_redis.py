@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 _GATHER_S = 0.02
 """Seconds to collect changes before a write: a round trip to Redis takes as long as writing ten
 states, or thousands of KV blocks."""
-_POSITIONS_AT_ONCE = 8  # saved or loaded; redis-py opens at most 100 connections
+_POSITIONS_AT_ONCE = 8  # loaded or saved: redis-py opens at most 100 connections
 _STUCK_S = 10.0
 """Seconds without a heartbeat after which the poller is not live: five times the duration of the
 slowest heartbeat, whose Redis commands almost time out."""
@@ -241,10 +241,13 @@ class IntoRedis(Destination):
             return False
         return True
 
-    async def save_blocks(self, replica: str, dump: Callable[[], bytes]) -> None:
+    async def save_blocks(self, replica: str, dump: Callable[[], bytes]) -> bool:
+        if self._position_turns.locked():
+            return False
         with suppress(RedisError, OSError):
             async with self._position_turns:
                 await self._block_writer.save(replica, dump())
+        return True
 
     async def load_blocks(self, replica: str) -> bytes:
         with suppress(RedisError, OSError):

@@ -125,7 +125,9 @@ class KvStream:
         due = since > (_SAVE_AGAIN_S if self._last == self._saved else SAVE_S)
         if due and self._last is not None and self.number is not None:
             self._saved, self._saved_at = self._last, monotonic()
-            await self._into.save_blocks(self._replica, partial(self._blocks.dump, self._last))
+            dump = partial(self._blocks.dump, self._last)
+            if not await self._into.save_blocks(self._replica, dump):
+                self._saved_at = -math.inf
 
     async def _catch_up(self) -> bool:
         """Applies a replay from the last applied batch on; returns False if the caller has to call

@@ -102,6 +102,7 @@ class Followed(Destination):
         super().__init__()
         self.saved = saved
         self.saves = 0
+        self.skips = 0  # saves to skip
         target = Target("127.0.0.1:8000", "one", "llama-8b-a10", ports)
         self._blocks = KvBlocks(Random(1), monotonic)
         self.stream = KvStream(context, target, self._blocks, self)
@@ -111,9 +112,13 @@ class Followed(Destination):
     async def load_blocks(self, replica: str) -> bytes:
         return self.saved
 
-    async def save_blocks(self, replica: str, dump: Callable[[], bytes]) -> None:
+    async def save_blocks(self, replica: str, dump: Callable[[], bytes]) -> bool:
+        if self.skips:
+            self.skips -= 1
+            return False
         self.saved = dump()
         self.saves += 1
+        return True
 
     async def blocks_changed(self, replica: str, blocks: KvBlocks) -> None:
         if update := self._blocks.next_update():
@@ -467,3 +472,13 @@ async def test_poller_has_two_sockets_for_each_of_a_thousand_replicas(
     poller = Poller(settings, Destination(), PollMetrics(CollectorRegistry()), Random(1))
     async with started(poller.run()), asyncio.timeout(PATIENCE_S):
         assert (await made.get()).zmq.get(zmq.MAX_SOCKETS) > 2 * 1000
+
+
+async def test_skipped_save_is_repeated_by_the_next_checks(
+    context: zmq.asyncio.Context, engine: EventPublisher
+) -> None:
+    await engine.publish(stored(0, [11]))
+    async with following(context, engine) as followed:
+        followed.skips = 2
+        await followed.until(lambda: followed.saves == 1)
+    assert followed.skips == 0

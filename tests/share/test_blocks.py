@@ -161,8 +161,16 @@ async def test_poller_that_takes_over_many_replicas_loads_all_positions(
 ) -> None:
     many = [replica(number) for number in range(1, 151)]  # redis-py opens 100 connections at most
     async with publishing(redis_server.url) as into:
-        await asyncio.gather(*(into.save_blocks(each, each.encode) for each in many))
+        for each in many:
+            assert await into.save_blocks(each, each.encode)
         assert await asyncio.gather(*map(into.load_blocks, many)) == [*map(str.encode, many)]
+
+
+async def test_saves_of_positions_do_not_queue(redis_server: RedisServer) -> None:
+    """While Redis hangs, a queue would hold up the streams of KV events."""
+    async with publishing(redis_server.url) as into:
+        saves = [into.save_blocks(replica(number), bytes) for number in range(1, 151)]
+        assert sum(await asyncio.gather(*saves)) == 8
 
 
 async def test_removed_replica_leaves_no_blocks(
