@@ -13,10 +13,9 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
   reserved (:meth:`~extproc.route.backlog.Backlog.reserves`). The request is decided anew when the
   expected wait has passed. The first request of a model is also decided anew every 0.2 s, and when
   a replica gets more room; the first that waits for an excluded replica, every second and when a
-  request ends there. No request
-  is refused while a replica could start it, with three exceptions: the request continues a response
-  that another replica stores, the request would miss the target of its objective, or more than 16
-  requests exceed the longest wait at once.
+  request ends there. No request is refused while a replica could start it, with three exceptions:
+  the request continues a response that another replica stores, the request would miss the target of
+  its objective, or more than 16 requests exceed the longest wait at once.
 - *No blocking across models.* Each model has a line of its own on each replica. The head of a line
   delays other models of its priority only on the replica that it waits for. There it delays a
   request only if the request arrives more than B seconds after the head was due, and only if the
@@ -178,12 +177,12 @@ class Queue:
         """Dispatch requests to a replica that may have more room than before. Decide anew the first
         requests that wait for it and that it may not serve any more."""
         decided, row = 0, self._fleet.members.rows.get(replica)
+        candidates = self._fleet.eligibility.candidates
         while row is not None and self._requests and decided < _OFFERS:
             now, room = self._fleet.now, self._fleet.free_kv_tokens(replica)
             left = self._backlog.left.get(row, -inf)
             for request in self._backlog.heads(row, _MODELS):
-                serves = row in self._fleet.eligibility.candidates(request.model).rows
-                full = serves and room < request.tokens
+                full = room < request.tokens and row in candidates(request.model).rows
                 if request.priority <= left or full or request.declines(row, now):
                     continue
                 decided += 1
