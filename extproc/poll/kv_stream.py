@@ -124,10 +124,9 @@ class KvStream:
         since = monotonic() - self._saved_at
         due = since > (_SAVE_AGAIN_S if self._last == self._saved else SAVE_S)
         if due and self._last is not None and self.number is not None:
-            self._saved, self._saved_at = self._last, monotonic()
             dump = partial(self._blocks.dump, self._last)
-            if not await self._into.save_blocks(self._replica, dump):
-                self._saved_at = -math.inf
+            if await self._into.save_blocks(self._replica, dump):
+                self._saved, self._saved_at = self._last, monotonic()
 
     async def _catch_up(self) -> bool:
         """Applies a replay from the last applied batch on; returns False if the caller has to call
