@@ -89,12 +89,12 @@ def test_prompts_of_a_batch_are_queued_one_by_one(fleet: Fleet, clock: ManualClo
 
 
 def test_prompt_sent_after_the_poll_stays_queued(fleet: Fleet, clock: ManualClock) -> None:
-    fleet.put(state(1, A10, clock, first_tokens=3))
+    fleet.put(state(1, A10, clock))
     fleet.dispatch(replica(1), chat(1000, 100))
     clock.advance(0.5)
     fleet.dispatch(replica(1), chat(1500, 100))
     clock.advance(0.1)
-    fleet.put(state(1, A10, clock, running=2, first_tokens=4, scrape_seconds=0.15))
+    fleet.put(state(1, A10, clock, running=2, scrape_seconds=0.15))
     assert 1100 < backlog(fleet) < 1500
 
 
@@ -113,7 +113,7 @@ def test_prompts_that_left_a_shared_queue_are_prefilled(fleet: Fleet, clock: Man
         fleet.dispatch(replica(1), chat(1000, 100))
     clock.advance(1.5)
     fleet.receive_digest(_other_router(requests=5))
-    fleet.put(state(1, A10, clock, running=20, waiting=5, first_tokens=300))
+    fleet.put(state(1, A10, clock, running=20, waiting=5))
     assert backlog(fleet) == pytest.approx(5 * 1000 + 2048, abs=1)
 
 
@@ -124,8 +124,7 @@ def test_aborted_prompts_build_up_no_backlog(fleet: Fleet, clock: ManualClock) -
         gone = fleet.dispatch(replica(1), chat(500, 1000))
         clock.advance(2.0)
         fleet.release(gone, prefilled=False)
-        counted = {"first_tokens": served, "generated_tokens": 10 * served}
-        fleet.put(state(1, A10, clock, running=len(streams), **counted))
+        fleet.put(state(1, A10, clock, running=len(streams), generated_tokens=10 * served))
         if len(streams) == 20:
             fleet.release(streams.pop(0), prefilled=False)
     assert backlog(fleet) <= 2048
@@ -221,7 +220,6 @@ def _page(
         waiting=sum(values.waiting for values in gauges),
         kv_usage=sum(values.kv_usage for values in gauges) / len(servers),
         steps=sum(values.steps for values in counters) / len(servers),
-        first_tokens=sum(values.first_tokens for values in counters),
         generated_tokens=sum(values.generated_tokens for values in counters),
     )
 
@@ -236,14 +234,14 @@ def test_prompts_in_a_shared_queue_are_not_prefilled() -> None:
         clock.advance(0.2)
         fleet.receive_digest(_other_router(requests=1, number=number))
         begun = 1 + int(number * 0.2 / 2.08)
-        figures = {"running": 1 + begun, "waiting": 30 - begun, "first_tokens": 7 + begun}
+        figures = {"running": 1 + begun, "waiting": 30 - begun}
         fleet.put(state(1, H100, clock, kv_usage=0.1, generated_tokens=50 * number, **figures))
     assert backlog(fleet) == pytest.approx((30 - begun) * 8000, abs=2 * 8192)
 
 
 @pytest.mark.parametrize("again", ["rejoins", "is heard of no more for a while"])
 def test_returning_replica_keeps_its_backlog(again: str, fleet: Fleet, clock: ManualClock) -> None:
-    counted = {"running": 1, "waiting": 9, "first_tokens": 500, "generated_tokens": 9000}
+    counted = {"running": 1, "waiting": 9, "generated_tokens": 9000}
     fleet.put(state(1, A10, clock, **(counted | {"waiting": 0})))
     for _ in range(10):
         fleet.dispatch(replica(1), chat(4000, 100))
