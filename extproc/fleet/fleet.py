@@ -77,7 +77,7 @@ class Fleet:
     ) -> None:
         """``address``: host and port of this router, the first part of its name."""
         self.router = f"{address}:{uuid4().hex[:8]}"  # name among routers, new with each start
-        self.members_known = asyncio.Event()  # set once the first replicas are members
+        self.members_known = asyncio.Event()  # see :meth:`listed`
         self.pollers: Mapping[str, Sequence[str]] | None = None
         """Address of each living poller → sources that it cannot look up; None: not known."""
         self.stopped_pollers: Collection[str] = ()  # names of pollers that stopped lately
@@ -183,6 +183,12 @@ class Fleet:
         self._unmeasured.pop(self._rows.pop(replica, -1), None)
         self.eligibility.forget(replica)
         self.blocks.forget(replica)
+
+    def listed(self, replicas: Collection[str]) -> None:
+        """Notes the replicas that all living pollers together list. Once each is a member, all
+        members are known: a model that no member lists is unknown."""
+        if replicas and self._rows.keys() >= {*replicas}:
+            self.members_known.set()
 
     def drop_stale(self, after: float) -> None:
         """Removes replicas without an update for ``after`` s while other replicas were updated.

@@ -67,10 +67,7 @@ class IntoFleet(Destination):
         self._fleet.remove(replica)
 
     async def claim(self, replicas: Collection[str], problems: Collection[str] = ()) -> Assignment:
-        """Assigns all replicas; sets ``members_known`` of the fleet once each replica has a state,
-        healthy or not."""
-        if replicas and all(replica in self._fleet.members for replica in replicas):
-            self._fleet.members_known.set()
+        self._fleet.listed(replicas)
         self._fleet.pollers = {"in this router": (*problems,)}
         return await super().claim(replicas)
 

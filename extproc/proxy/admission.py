@@ -176,7 +176,7 @@ def _is_unserved(services: Services, profile: RequestProfile) -> bool:
 def _may_be_served_soon(services: Services, profile: RequestProfile) -> bool:
     """True if the request may wait for a new replica, because its model was served lately."""
     hold, fleet = services.config.hold, services.fleet
-    waits = min(hold.longest_s, hold.empty_s) > 0.0 and fleet.members_known.is_set()
+    waits = min(hold.longest_s, hold.empty_s) > 0.0
     return waits and fleet.members.served_lately(profile.model, services.clock())
 
 

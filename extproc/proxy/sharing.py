@@ -36,6 +36,7 @@ from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts, StreamReader, 
 
 _OWNERS_AT_ONCE = 100
 _POLLERS_EVERY_S = 1.0
+_POLLERS_AT_FIRST_S = 0.1  # until all members are known
 _MODELS_EVERY_S = 5.0
 _ALONE_S = 0.25  # between batches of prompts while there is no peer: only later routers read them
 
@@ -92,7 +93,6 @@ def apply(fleet: Fleet, change: Change) -> Iterator[None]:
             for state in sorted(states, key=lambda state: state.measured):
                 fleet.put(state, age=ages.get(state.id, 0.0))
                 yield
-            fleet.members_known.set()
         case Put(state):
             # Age 0: a push takes less time than the clocks of two machines differ.
             fleet.put(state)
@@ -162,8 +162,8 @@ async def _send_prompts(redis: Redis, key: str, fleet: Fleet) -> None:
 
 
 async def _receive_prompts(reader: StreamReader[Prompts], fleet: Fleet) -> None:
-    """Receives prompts that other routers dispatched. Waits for the first replicas, because prompts
-    for unknown replicas would be lost."""
+    """Receives prompts that other routers dispatched. Waits until all members are known, because
+    prompts for unknown replicas would be lost."""
     await fleet.members_known.wait()
     await _receive(reader, lambda sent: fleet.receive_prompts(sent.router, sent.prompts))
 
@@ -171,10 +171,13 @@ async def _receive_prompts(reader: StreamReader[Prompts], fleet: Fleet) -> None:
 async def _watch_pollers(redis: Redis, pool: str, fleet: Fleet, skips: Skips) -> None:
     while True:
         try:
-            fleet.pollers, fleet.stopped_pollers = await known_pollers(redis, pool, skips)
+            alive, fleet.stopped_pollers = await known_pollers(redis, pool, skips)
+            fleet.pollers = {name: beat.problems for name, beat in alive.items()}
+            fleet.listed({replica for beat in alive.values() for replica in beat.replicas})
         except (RedisError, OSError):
             fleet.pollers = None
-        await asyncio.sleep(_POLLERS_EVERY_S)
+        known = fleet.members_known.is_set()
+        await asyncio.sleep(_POLLERS_EVERY_S if known else _POLLERS_AT_FIRST_S)
 
 
 async def _remember_models(redis: Redis, pool: str, fleet: Fleet) -> None:

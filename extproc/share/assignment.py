@@ -50,20 +50,16 @@ class Assignment:
 
 async def known_pollers(
     redis: Redis, pool: str, skips: Skips
-) -> tuple[dict[str, tuple[str, ...]], set[str]]:
-    """Returns a pool's living pollers, as ``host:port`` → sources of replicas that cannot be read,
-    and the names of the pollers that shut down within the last 5 s."""
+) -> tuple[dict[str, Heartbeat], set[str]]:
+    """Returns the heartbeats of a pool's living pollers, by ``host:port``, and the names of the
+    pollers that shut down within the last 5 s. An unreadable heartbeat counts as empty."""
     keys = Keys(pool)
     found: Any = await in_time(redis.smembers(keys.pollers))
     names = sorted(map(str_if_bytes, found))
     beats = await _heartbeats(redis, keys, names, skips) if names else {}
     stopped = {name for name, beat in beats.items() if beat and beat.stopped}
-    alive = {
-        process_address(name): beat.problems if beat else ()
-        for name, beat in beats.items()
-        if name not in stopped
-    }
-    return alive, stopped
+    alive = {name: beat or Heartbeat(()) for name, beat in beats.items() if name not in stopped}
+    return {process_address(name): beat for name, beat in alive.items()}, stopped
 
 
 async def _heartbeats(

@@ -106,7 +106,7 @@ async def router(
     fleet = Fleet(OutputLengths())
     for number in range(1, members + 1):
         fleet.put(state(number, "llama-8b-a10", ManualClock(wall())))
-    fleet.members_known.set()
+        fleet.members_known.set()
     config = Config.model_validate({"pool": "test", "redis": {"url": url}})
     metrics = RouterMetrics(registry or CollectorRegistry())
     task = asyncio.create_task(share(config, fleet, metrics, Delays(monotonic)))

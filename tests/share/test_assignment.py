@@ -219,17 +219,22 @@ async def test_full_redis_keeps_pollers_and_takes_no_newcomer(redis_client: Redi
 async def test_pollers_are_listed_by_host_and_port(
     redis_server: RedisServer, redis_client: Redis
 ) -> None:
-    async def listed() -> tuple[Mapping[str, Collection[str]], Collection[str]]:
+    async def listed() -> tuple[Mapping[str, Heartbeat], Collection[str]]:
         return await known_pollers(redis_client, POOL, Skips())
 
     assert await listed() == ({}, set())
     a, b = AssignedPoller(redis_client, "host:1:0a"), AssignedPoller(redis_client, "host:2:0b")
     await beats(a, b)
     await redis_client.sadd(Keys(POOL).pollers, "dead:1:0c")
-    assert await listed() == ({"host:1": (), "host:2": ()}, set())
+    alive, stopped = await listed()
+    assert {name: {*beat.replicas} for name, beat in alive.items()} == dict.fromkeys(
+        ("host:1", "host:2"), TEN
+    )
+    assert not stopped
     await a.assigner.release()
-    await b.assigner.beat(b.listed, ["vllm: no name server answers"])
-    assert await listed() == ({"host:2": ("vllm: no name server answers",)}, {"host:1:0a"})
+    await b.assigner.beat(["a:1"], ["vllm: no name server answers"])
+    beat = Heartbeat(("a:1",), ("vllm: no name server answers",))
+    assert await listed() == ({"host:2": beat}, {"host:1:0a"})
     await beats(AssignedPoller(redis_client, "host:1:0d"))
     alive, _ = await listed()
     assert alive.keys() == {"host:1", "host:2"}

@@ -9,16 +9,20 @@ import pytest
 from redis.asyncio import Redis
 
 from extproc.fleet.fleet import Fleet
+from extproc.ground.clock import wall
 from extproc.proxy import sharing as shared
 from extproc.request.endpoint import Endpoint
 from extproc.request.prefix import UNIT_BYTES, Prefix, prefix_of
 from extproc.request.profile import RequestProfile
-from extproc.share.connection import Keys, connect
+from extproc.share import assignment
+from extproc.share.assignment import Assigner
+from extproc.share.connection import Keys, connect, outage
+from extproc.share.replicas import StateWriter
 from extproc.share.streams import OWNER, Owner, StreamReader, append
 from tests.conftest import RedisServer
-from tests.fakes import MODEL, replica
+from tests.fakes import MODEL, ManualClock, replica, state
 from tests.share.conftest import Pair, hearing, router
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.process
 
@@ -77,6 +81,27 @@ async def test_owners_and_prompts_reach_present_and_new_routers(
             for number, prefix in ((1, prompt("a", 30)), (2, prompt("b", 3)), (2, prompt("c", 5))):
                 await holds(third, number, prefix)
     assert 0 < await redis_client.ttl(Keys("test").responses) <= 86_400
+
+
+async def test_new_router_awaits_the_state_of_each_listed_replica(
+    redis_server: RedisServer, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then, the router would drop prompts sent there, and answer 404 to its models."""
+    monkeypatch.setattr(assignment, "LIFE_S", PATIENCE_S)
+    poller = Assigner(redis_client, "test", "host:1:0a", outage(redis_client), ManualClock())
+    async with router(redis_server.url) as first:
+        send(first, 2, prompt("a", 3))
+        await until(lambda: redis_client.exists(Keys("test").prompts))
+        writer = StateWriter(redis_client, "test", PATIENCE_S)
+        await writer.put([state(1, "llama-8b-a10", ManualClock(wall()))])
+        async with router(redis_server.url, members=0) as second:
+            await until(lambda: len(second.members) == 1 and second.pollers == {})
+            await poller.beat([replica(1), replica(2)])
+            await until(lambda: bool(second.pollers))
+            assert not second.members_known.is_set()
+            await writer.put([state(2, "llama-8b-a10", ManualClock(wall()))])
+            await holds(second, 2, prompt("a", 3))
+            assert second.members_known.is_set()
 
 
 async def test_owners_and_prompts_are_announced_after_outage(
