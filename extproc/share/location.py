@@ -139,8 +139,11 @@ class LocatedConnection(Connection):
             return await super().read_response(*args, **options)
         except (ReadOnlyError, MovedError, ClusterDownError) as error:
             await self.disconnect(nowait=True)
+            why = "no longer accepts writes"
+            if isinstance(error, MovedError) and self._server.ask is None:
+                why = "leaves the pool's keys to another node of a Redis Cluster: set redis.cluster"
             where = join_address(self.host, self.port)
-            raise RedisConnectionError(f"{where} no longer accepts writes") from error
+            raise RedisConnectionError(f"{where} {why}") from error
 
 
 class LocatedTlsConnection(LocatedConnection, TlsConnection):

@@ -212,6 +212,15 @@ async def test_cluster_failover_is_followed(tmp_path: Path) -> None:
             await until_known(following, structs.replace(A, running=77))
 
 
+async def test_cluster_node_in_place_of_a_single_server_is_named(tmp_path: Path) -> None:
+    async with (
+        running(RedisCluster(tmp_path)) as nodes,
+        connect(f"redis://{HOST}:{nodes.ports[1]}", POOL) as redis,
+    ):
+        with pytest.raises(RedisError, match=r"Cluster: set redis\.cluster"):
+            await redis.set("{test}:a", 1, px=1000)
+
+
 async def test_moved_cluster_slot_is_followed(tmp_path: Path) -> None:
     """Scripts and transactions work, as all keys of a pool are on the same node."""
     async with running(RedisCluster(tmp_path)) as nodes:
