@@ -57,7 +57,7 @@ def check_replicas(config: Config) -> Iterator[Finding]:
                 text = f"unusable: {reason}: its replicas are not polled. Correct the file or path"
                 yield finding(f"replicas_file {path}", text)
         elif not sources and config.state == "memory":
-            text = "no replica is configured, and state is 'memory': the router cannot start. "
+            text = f"no replica is configured, and state is 'memory': {_UNROUTED}. "
             yield finding(f"pool {pool.pool}", text + "Set replicas or replicas_file")
         for where, count in Counter(source.where for source in sources).items():
             if count > 1:

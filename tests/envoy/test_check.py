@@ -861,7 +861,8 @@ def test_mistake_that_routes_repeat_is_reported_once() -> None:
     ("text", "where", "words"),
     [
         ("# nothing\n", "extproc.yaml", "empty"),
-        ("state: memory\nreplicas: []\n", "pool default", "the router cannot start"),
+        ("state: memory\nreplicas: []\n", "pool default", "Set replicas or replicas_file"),
+        ("state: memory\npools: {b: {replicas: [a:1]}}", "pool default", "Envoy's fallback"),
         ("replicas: [10.0.0.1:8000, 10.0.0.1:8000]\n", "replica 10.0.0.1:8000", "listed 2 times"),
     ],
 )
