@@ -13,6 +13,7 @@ TTL_S = 10.0
 the longest unanswered scrape (``STALE_AFTER_S``)."""
 
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+_Count = Annotated[int, Meta(ge=0)]
 
 
 class EngineFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -22,14 +23,14 @@ class EngineFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     models: tuple[str, ...] = ()  # LoRA adapters included; empty: not known
-    max_loras: int = 0  # most adapters in one batch; 0: not known
+    max_loras: _Count = 0  # most adapters in one batch; 0: not known
     adapters_in_use: tuple[str, ...] = ()  # adapters with a request that runs or waits
-    engines: int = 1  # of a data-parallel server; every engine has its own batch and KV cache
-    running: int = 0
-    waiting: int = 0
+    engines: _Count = 1  # of a data-parallel server; every engine has its own batch and KV cache
+    running: _Count = 0
+    waiting: _Count = 0
     kv_usage: Finite = 0.0  # fraction of KV blocks in use, 0…1; cached free blocks count as free
-    kv_tokens: int = 0  # size of the KV cache in tokens; 0: not known
-    block_size: int = 16  # tokens in a KV block
+    kv_tokens: _Count = 0  # size of the KV cache in tokens; 0: not known
+    block_size: _Count = 16  # tokens in a KV block
     prefix_caching: bool = True  # True if not known
     asleep: bool = False  # vLLM's sleep mode: no inference until the engine is woken up
     started_at: Finite = 0.0  # start of the process, in epoch seconds on its machine; 0: not known
@@ -55,7 +56,7 @@ class ReplicaState(EngineFigures, frozen=True, kw_only=True, omit_defaults=True)
     measured: bool = False  # ``learned`` is from this replica's work, not from other replicas'
     listed: bool = False  # ``models`` is from ``/v1/models``, not from ``/metrics``
     adapters: tuple[str, ...] = ()  # names in ``models`` that are LoRA adapters
-    max_model_len: int | None = None  # context length in tokens
+    max_model_len: _Count | None = None  # context length in tokens
     takes_priority: bool = False  # vLLM accepts ``priority`` in every request body
     by_priority: bool = False  # vLLM serves higher priorities first (``priority_scheduling``)
     healthy: bool = True  # False: the last scrape failed
@@ -65,7 +66,7 @@ class ReplicaState(EngineFigures, frozen=True, kw_only=True, omit_defaults=True)
     """Seconds for which the replica has neither answered a scrape nor refused a connection; the
     figures are those of the last answer."""
 
-    kv_update: int | None = None
+    kv_update: _Count | None = None
     """Number of the last update of the KV blocks; None: the blocks are not known, because the
     replica reports no blocks or the poller misses events."""
 
@@ -76,8 +77,8 @@ class ReplicaState(EngineFigures, frozen=True, kw_only=True, omit_defaults=True)
     whatever the machines' clocks say. 0: not known."""
 
     refuses: bool = False  # connections are refused: no process listens
-    most_running: int = 0  # most sequences that ran at once since the process started
-    max_num_seqs: int = 0  # vLLM's setting, as learned; 0: the profile's
+    most_running: _Count = 0  # most sequences that ran at once since the process started
+    max_num_seqs: _Count = 0  # vLLM's setting, as learned; 0: the profile's
     tokens_per_step: Annotated[float, Meta(ge=1.0, le=sys.float_info.max)] = (
         1.0  # for each sequence
     )

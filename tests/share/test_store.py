@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+from msgspec import structs
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
@@ -136,7 +137,14 @@ async def test_wrong_password_is_logged_without_it(
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"", PUT.seal(Put(A))[:-1], sealed_list(b"\xc0")], ids=["empty", "cut", "list"]
+    "garbage",
+    [
+        b"",
+        PUT.seal(Put(A))[:-1],
+        sealed_list(b"\xc0"),
+        PUT.seal(Put(structs.replace(A, running=-1))),
+    ],
+    ids=["empty", "cut", "list", "negative"],
 )
 async def test_garbage_state_is_skipped_with_one_line(
     redis_server: RedisServer,
