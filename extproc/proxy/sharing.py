@@ -1,6 +1,7 @@
 """Exchange with pollers and other routers through Redis: states, digests, prompts, owners."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, suppress
 from functools import partial
@@ -15,12 +16,13 @@ from extproc.fleet.digest import EVERY_S, Digest, DigestKind
 from extproc.fleet.fleet import Fleet
 from extproc.ground.address import reachable
 from extproc.ground.clock import monotonic, wall
+from extproc.ground.outage_log import OutageLog
 from extproc.ground.runtime import in_turns, together
 from extproc.observe.history import Delays
 from extproc.observe.metrics import RouterMetrics
 from extproc.share.assignment import known_pollers
 from extproc.share.blocks import BlockReader
-from extproc.share.connection import Keys, connect, reconnecting
+from extproc.share.connection import Keys, address, connect, reconnecting
 from extproc.share.departed import read_departed, write_departed
 from extproc.share.digests import (
     Connected,
@@ -34,6 +36,10 @@ from extproc.share.reader import Reader
 from extproc.share.replicas import Change, Put, Removed, Snapshot, StateReader
 from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts, StreamReader, append
 
+logger = logging.getLogger(__name__)
+
+_UNSENT = "redis takes no digests, retrying: other routers do not know this router's requests"
+_SENT = "redis takes digests again"
 _OWNERS_AT_ONCE = 100
 _POLLERS_EVERY_S = 1.0
 _POLLERS_AT_FIRST_S = 0.1  # until all members are known
@@ -53,7 +59,13 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, delays: De
         parts = [
             _receive(StateReader(redis, pool, skips), partial(apply, fleet)),
             _publish_admin(fleet, config.serve.admin),
-            _send_digests(partial(send_digest, redis, keys), fleet, metrics, delays),
+            _send_digests(
+                partial(send_digest, redis, keys),
+                fleet,
+                metrics,
+                delays,
+                OutageLog(logger, _UNSENT, _SENT, redis=address(redis)),
+            ),
             _receive(DigestReader(redis, pool, skips), partial(_take, fleet, metrics)),
             _send_prompts(redis, keys.prompts, fleet),
             _receive_prompts(prompts, fleet),
@@ -101,7 +113,11 @@ def apply(fleet: Fleet, change: Change) -> Iterator[None]:
 
 
 async def _send_digests(
-    send: Callable[[Digest], Awaitable[str]], fleet: Fleet, metrics: RouterMetrics, delays: Delays
+    send: Callable[[Digest], Awaitable[str]],
+    fleet: Fleet,
+    metrics: RouterMetrics,
+    delays: Delays,
+    outage: OutageLog,
 ) -> None:
     backoff = reconnecting()
     try:
@@ -117,7 +133,9 @@ async def _send_digests(
                     if digest.kind is DigestKind.WHOLE:
                         delays.redis_refusal = refusal
                     backoff.reset()
-            except (RedisError, OSError):
+                    outage.recovered()
+            except (RedisError, OSError) as error:
+                outage.failed(error)
                 fleet.digests.repeat()
                 await asyncio.sleep(backoff.next())
             await asyncio.sleep(max(EVERY_S - (monotonic() - started), 0.0))

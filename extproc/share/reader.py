@@ -57,7 +57,7 @@ async def stored_values(
 class Reader(ABC, Generic[T]):
     """Yields stored values and then changes; starts again after a lost connection.
 
-    Only the reader of replica states logs outages, so that each outage is logged once.
+    Of the readers, only that of replica states logs outages: they share a Redis.
     """
 
     def __init__(self, redis: Redis, skips: Skips | None = None) -> None:

@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 from extproc.fleet.digest import Digest, DigestKind
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import monotonic
+from extproc.lab.harness.processes import free_port
 from extproc.share import digests
 from extproc.share.connection import Keys
 from extproc.share.digests import (
@@ -26,7 +27,7 @@ from extproc.share.digests import (
 from tests.conftest import Logged, RedisServer
 from tests.fakes import A10, MODEL, ManualClock, chat, fleet_of, replica
 from tests.patched import patched
-from tests.share.conftest import hearing, router
+from tests.share.conftest import LOST, hearing, router
 from tests.share.servers import command
 from tests.waiting import PATIENCE_S, until
 
@@ -171,6 +172,18 @@ async def test_messages_of_later_versions_are_counted(
     name, labels = "extproc_redis_skipped_total", {"reason": "unknown_tag"}
     async with router(redis_server.url, registry):
         await until(lambda: registry.get_sample_value(name, labels) == 3)
+
+
+async def test_router_whose_redis_is_read_only_logs_that_others_do_not_know_its_requests(
+    redis_server: RedisServer, redis_client: Redis, logged: Logged
+) -> None:
+    await command(redis_client, "REPLICAOF", "127.0.0.1", free_port())
+    async with router(redis_server.url):
+        line = await logged.line(
+            "redis takes no digests, retrying: other routers do not know this router's requests"
+        )
+    assert "no longer accepts writes" in str(line["error"])
+    assert not logged.lines(LOST)
 
 
 async def test_farewell_is_sent_at_stop(redis_server: RedisServer, redis_client: Redis) -> None:
