@@ -43,13 +43,14 @@ class Ledger:
 
     def enter(self, replica: int, profile: RequestProfile, now: float, cached: float) -> Ticket:
         """Adds a request that is dispatched now; ``cached``: prompt tokens in the prefix cache."""
-        bound = profile.most_output(self._replicas.longest_prompt.item(replica))
+        context = self._replicas.longest_prompt.item(replica)
+        bound, prompt = profile.most_output(context), profile.computed_prompt(context)
         least = min(float(profile.least_output), bound)
         lengths = self._lengths
         kind = lengths.hold(profile)
         begin, cut = lengths.place(kind, bound)
-        each = profile.prompt_tokens / max(profile.sequences, 1)
-        new = profile.prompt_tokens - cached
+        each = prompt / max(profile.sequences, 1)
+        new = max(prompt - cached, 0.0)
         prompt_end = self._enqueue(replica, new, profile.priority)
         self._tickets += 1
         ticket = Ticket(self._tickets)

@@ -103,7 +103,8 @@ def predict(
             them count, because vLLM always computes the last token.
     """
     own = max(profile.sequences, 1)
-    prompt, out = max(float(profile.prompt_tokens), 1.0), float(output_tokens)
+    prompt = max(profile.computed_prompt(most(view.longest_prompt)), 1.0)
+    out = float(output_tokens)
     uncached: Floats | float = prompt
     cached = avoidable = held
     if most(held) > 0.0:
@@ -305,8 +306,9 @@ def work(profile: RequestProfile, prediction: Prediction, view: FleetView, at: i
     batch must be smaller, and the share is larger.
     """
     own, out = max(profile.sequences, 1), prediction.output_tokens
-    prompt, later = float(profile.prompt_tokens), max(out - 1.0, 0.0)
-    uncached = prompt - prediction.cached.item(at)
+    prompt = profile.computed_prompt(view.longest_prompt.item(at))
+    later = max(out - 1.0, 0.0)
+    uncached = max(prompt - prediction.cached.item(at), 0.0)
     prefill = uncached * view.c_prefill.item(at)
     step = view.c0.item(at)
     if not later:

@@ -53,6 +53,12 @@ class RequestProfile:
         """Tokens of the longest prompt."""
         return self.prompt_tokens * self.longest_share
 
+    def computed_prompt(self, context: float) -> float:
+        """Return the most prompt tokens that an engine with a context of ``context`` tokens
+        prefills. The engine refuses longer prompts, and the estimate of a prompt may err."""
+        longest = self.longest_prompt
+        return self.prompt_tokens * (context / longest if longest > context else 1.0)
+
     def most_output(self, context: float) -> float:
         """Return the most tokens that a sequence can generate in a context of ``context`` tokens.
 

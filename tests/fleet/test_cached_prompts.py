@@ -59,6 +59,7 @@ def test_end_of_a_request_frees_no_shared_blocks(fleet: Fleet, clock: ManualCloc
 def test_long_prompt_reaches_the_engine_after_it_is_tokenized(
     fleet: Fleet, clock: ManualClock
 ) -> None:
+    fleet.put(state(1, H100, clock, max_model_len=200_000))
     fleet.dispatch(replica(1), request(tokens=150_000), 90_000.0)
     clock.advance(1.2)
     fleet.put(state(1, H100, clock))

@@ -402,6 +402,18 @@ def test_prompt_that_fits_nowhere_is_still_sent() -> None:
     assert decision.predicted_completion < float("inf")
 
 
+def test_prompt_that_fits_nowhere_counts_as_the_longest_that_fits(clock: ManualClock) -> None:
+    figures = []
+    for prompt in (4_096, 10_000_000):
+        fleet = fleet_of(clock, A10)
+        fleet.put(state(1, A10, clock, max_model_len=4_096))
+        decision = decide(fleet, "completion", chat(prompt, 100))
+        fleet.dispatch(replica(1), decision.profile)
+        behind = decide(fleet, "completion", chat(100, 10)).predicted_ttft
+        figures.append((decision.work_s, decision.predicted_ttft, behind))
+    assert figures[0] == figures[1]
+
+
 def test_empty_replica_is_preferred_for_equal_completions() -> None:
     fleet = fleet_of(ManualClock(), A10, A10)
     fleet.dispatch(replica(1), chat(3000, 500))
