@@ -396,7 +396,9 @@ class Fleet:
                 self._prefixes.clear(row)
 
     def _index(self, row: int, prefix: Prefix) -> None:
-        if self.members.by_row[row].prefix_caching:
+        """Adds a prompt to the prefix index, unless the replica refuses the prompt as too long."""
+        fits = prefix.tokens <= self._replicas.longest_prompt.item(row)
+        if fits and self.members.by_row[row].prefix_caching:
             self._prefixes.enter(row, prefix, self._replicas.kv_capacity.item(row))
 
     # -- room for requests ------------------------------------------------------------------

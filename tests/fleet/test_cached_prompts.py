@@ -32,6 +32,15 @@ def test_expected_hits_are_whole_blocks_of_the_replica(fleet: Fleet, clock: Manu
     assert fleet.prefix_hits(prefix, fleet.view(MODEL)).expected.max() == 9000.0
 
 
+def test_prompt_that_the_replica_refuses_displaces_no_cached_prompt(
+    fleet: Fleet, clock: ManualClock
+) -> None:
+    fleet.put(state(1, H100, clock, kv_tokens=100_000))
+    fleet.dispatch(replica(1), request(prefix := prompt("a")))
+    fleet.dispatch(replica(1), request(prompt("b", 200_000), 200_000))
+    assert fleet.prefix_hits(prefix, fleet.view(MODEL)).expected.max() > CACHED
+
+
 @pytest.mark.parametrize("cached", [0.0, CACHED])
 def test_poll_leaves_known_kv_tokens_unchanged(
     fleet: Fleet, clock: ManualClock, cached: float
