@@ -137,15 +137,26 @@ class Exchange:
                 if self._observed is not None:
                     self._in_flight, self._observed = self._observed.answered(message), None
                 reads = self._in_flight is not None and self._in_flight.response_headers(message)
-                comes = message.response_headers.end_of_stream or self._returns_chunks
-                return messages.proceed(phase) if comes or not reads else messages.WATCH_RESPONSE
+                if message.response_headers.end_of_stream:
+                    self._response_ended()
+                elif reads and not self._returns_chunks:
+                    return messages.WATCH_RESPONSE
             case "response_body":
                 if self._in_flight is not None:
-                    self._in_flight.response_chunk(message.response_body)
-                if message.response_body.end_of_stream and not self._envoy_waits:
-                    self.close()  # Envoy closes the stream later
-                return _passed(phase, message) if self._returns_chunks else messages.proceed(phase)
+                    self._in_flight.response_chunk(message.response_body.body)
+                if message.response_body.end_of_stream:
+                    self._response_ended()
+                if self._returns_chunks:
+                    return _passed(phase, message)
+            case "response_trailers":
+                self._response_ended()
         return messages.proceed(phase)
+
+    def _response_ended(self) -> None:
+        if self._in_flight is not None:
+            self._in_flight.response_ended = True
+        if not self._envoy_waits:
+            self.close()  # Envoy closes the stream later
 
     # -- the end ----------------------------------------------------------------------------
 

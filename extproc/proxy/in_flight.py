@@ -8,7 +8,7 @@ from extproc.observe.decision import NotFollowed
 from extproc.observe.decision_log import LiveOutcome, PredictionResult
 from extproc.proxy import messages
 from extproc.proxy.messages import Upstream
-from extproc.proxy.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
+from extproc.proxy.proto.ext_proc_pb2 import ProcessingRequest
 from extproc.proxy.services import RESERVED_FOR_ADAPTERS, Services
 from extproc.request.errors import NoReplica
 from extproc.request.usage import HEAD_BYTES, ReportedUsage, UsageReader, response_id
@@ -68,32 +68,30 @@ class InFlight:
         self._usage: UsageReader | None = None  # None: the response's body is not read
         self._chunks: int | None = None  # received so far; None: not counted
         self._head = b"" if decision.profile.stored else None  # of the response; None: no id comes
-        self._response_ended = False
+        self.response_ended = False
 
     def response_headers(self, request: ProcessingRequest) -> bool:
         """Reads the response's headers; returns True if the router needs the body, too."""
         message = request.response_headers
         headers = messages.headers_of(message, _RESPONSE_HEADERS)
         self.outcome.status = messages.status_of(headers)
-        self._response_ended = message.end_of_stream
         self.outcome.overloaded = _OVERLOADED in headers
         self._served(messages.upstream_of(request))
-        if self._response_ended or self._envoy_samples:
+        if message.end_of_stream or self._envoy_samples:
             return False
         if reads := self._reads_body(headers.get("content-type", "")):
             self._usage = UsageReader(self._forecast.profile.endpoint)
         return reads
 
-    def response_chunk(self, message: HttpBody) -> None:
-        self._response_ended = message.end_of_stream
+    def response_chunk(self, chunk: bytes) -> None:
         self._services.fleet.eligibility.response_seen(self.served_by)
         if self._usage is None and self._envoy_samples and self.outcome.status == _OK:
             self._usage = UsageReader(self._forecast.profile.endpoint)
-        if self._usage is None or not message.body:
+        if self._usage is None or not chunk:
             return
         if self._chunks is not None:
             self._chunks += 1
-        self._usage.feed(message.body)
+        self._usage.feed(chunk)
         first = self.outcome.ttft_s is None and self._usage.generating
         if first and self._forecast.profile.stream:
             ttft = self.outcome.ttft_s = self._services.clock() - self._sent_at
@@ -101,7 +99,7 @@ class InFlight:
                 self._services.fleet.first_token(self._ticket)
             self._services.router.learn_first_token(self._forecast, self.served_by, ttft)
         if self._head is not None:
-            self._head += message.body[: HEAD_BYTES - len(self._head)]
+            self._head += chunk[: HEAD_BYTES - len(self._head)]
             if found := response_id(self._head):
                 self._services.fleet.responses.record(found, self.served_by)
             if found or len(self._head) >= HEAD_BYTES:
@@ -125,8 +123,8 @@ class InFlight:
         succeeded = outcome.status is not None and outcome.status < 400
         succeeded = succeeded and not lost and not profile.in_background
         # Envoy closes the stream in the same way when a response ends and when a client hangs up:
-        # only the last chunk shows that the response is complete.
-        complete = succeeded and self._response_ended
+        # only the last chunk, or trailers, show that the response is complete.
+        complete = succeeded and self.response_ended
         # An observed request entered the ledger late: earlier prompts may not be prefilled yet.
         prefilled = complete and not profile.stream and self._observed is None
         prefilled |= outcome.ttft_s is not None
@@ -153,7 +151,7 @@ class InFlight:
                 seconds,
                 generated.tokens,
                 failed=not (succeeded or (skipped and not profile.in_background)),
-                cut=self._usage is not None and not self._response_ended,
+                cut=self._usage is not None and not self.response_ended,
             )
         services.queue.request_ended(self.served_by)
 

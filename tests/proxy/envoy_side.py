@@ -40,6 +40,7 @@ LAST = (
 )
 NAMED = {"x-request-id": "one"}
 REQUEST_TRAILERS = ProcessingRequest(request_trailers=HttpTrailers(trailers=HeaderMap()))
+RESPONSE_TRAILERS = ProcessingRequest(response_trailers=HttpTrailers(trailers=HeaderMap()))
 
 
 def request_headers(

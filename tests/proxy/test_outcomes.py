@@ -20,6 +20,7 @@ from tests.proxy.envoy_side import (
     EVENTS,
     LAST,
     NAMED,
+    RESPONSE_TRAILERS,
     STREAMED,
     TOKEN,
     EnvoySide,
@@ -295,6 +296,16 @@ async def test_response_cut_off_teaches_no_length(
     assert services.fleet.lengths.expected(0, 10_000.0) == before
     (record,) = services.log.of_request("one")
     assert (record.outcome.status, record.outcome.completion_s) == (200, None)
+
+
+async def test_trailers_end_a_response(stream: Stream, services: Services) -> None:
+    first, _ = destination(await stream.ask(STREAMED, headers=NAMED))
+    await stream.response_headers(upstream=first, content_type=EVENTS)
+    await stream.response_body(LAST, end_of_stream=False)
+    await stream.send(RESPONSE_TRAILERS)
+    await stream.end()
+    (record,) = services.log.of_request("one")
+    assert (record.outcome.completion_s, record.outcome.output_tokens) == (0.0, 5)
 
 
 async def test_events_without_usage_count_as_the_tokens_of_a_step(

@@ -11,12 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from betterproto2 import which_one_of
-from envoy_data_plane.envoy.config.core.v3 import HeaderMap
-from envoy_data_plane.envoy.service.ext_proc.v3 import (
-    HttpTrailers,
-    ProcessingRequest,
-    ProcessingResponse,
-)
+from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest, ProcessingResponse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +24,7 @@ from tests.proxy.conftest import config_of, put_replicas, router_of, samples, wi
 from tests.proxy.envoy_side import (
     CHAT,
     REQUEST_TRAILERS,
+    RESPONSE_TRAILERS,
     EnvoySide,
     Local,
     LocalCall,
@@ -77,7 +73,6 @@ CONTROLS: dict[str, Callable[[LocalCall], Awaitable[None]]] = {
 BUFFERED, DUPLEX = headers(), headers(**DUPLEX_MODES)
 FIRST = body_first(CHAT)
 GZIPPED = headers(headers={"content-encoding": "gzip"})
-AFTER = ProcessingRequest(response_trailers=HttpTrailers(trailers=HeaderMap()))
 answer = partial(response_headers, content_type=EVENT_STREAM)
 USAGE = response_chunk(b'{"usage": {"completion_tokens": 3}}')
 
@@ -92,7 +87,7 @@ CONVERSATIONS: list[tuple[list[ProcessingRequest], list[str], int, dict[str, int
     ([BUFFERED, chunk(BODY), answer("200"), response_chunk(b"{", False)],
      ["request_headers", "request_body", "response_headers", "response_body"], 1, {"routed": 1}),
     ([GZIPPED, GZIPPED], ["request_headers"] * 2, 1, {"routed": 1}),
-    ([answer("200"), USAGE, REQUEST_TRAILERS, AFTER, ProcessingRequest()],
+    ([answer("200"), USAGE, REQUEST_TRAILERS, RESPONSE_TRAILERS, ProcessingRequest()],
      ["response_headers", "response_body", "request_trailers", "response_trailers", ""], 0, {}),
     ([BUFFERED, chunk(BODY), answer("200"), USAGE],
      ["request_headers", "request_body", "response_headers", "response_body"], 1, {"routed": 1}),
@@ -175,7 +170,7 @@ SOME = [
         [answer("?")],
         [response_chunk(b'data: {"choices": [{"delta": {"content": "sea"}}]}\n\n', False)],
     ),
-    *([response_chunk(b'{"id": "resp_1"}')], [response_chunk(b"\xff", False)], [AFTER]),
+    *([response_chunk(b'{"id": "resp_1"}')], [response_chunk(b"\xff", False)], [RESPONSE_TRAILERS]),
     *([BUFFERED, chunk(json.dumps(CHAT | more).encode())] for more in FIELDS),
     *([headers(path, body_mode=BodyMode.STREAMED)] for path in ("/v1/responses", "/v1/models")),
     *([chunk(b"{", False)], [chunk(b"\xff")], [ProcessingRequest()]),
