@@ -17,11 +17,14 @@ from extproc.route.decision import Decision
 from extproc.route.waiting import Place, Waiting
 
 
-def observe(exchange: Exchange) -> None:
-    """Records how the router would have decided on a request that Envoy alone handles."""
+def observe(exchange: Exchange, unread_model: str = "") -> None:
+    """Records how the router would have decided on a request that Envoy alone handles.
+
+    ``unread_model``: as in :func:`admit`.
+    """
     services, started = exchange.services, exchange.services.clock()
     with suppress(Refusal):  # the replica will answer with an error
-        profile = _profile(exchange)
+        profile = _profile(exchange, unread_model)
         decision = services.router.decide(profile, exchange.headers.policy, exchange.subset)
         if decision is not None:
             services.demand.arrived(decision)
@@ -80,7 +83,7 @@ async def admit(exchange: Exchange, phase: str, unread_model: str = "") -> bytes
         else:
             exchange.dispatch(decision)
         services.metrics.decision_seconds.observe(services.clock() - started)
-    return exchange.reply(phase, decision, leave_body=unread_model != "")
+    return exchange.reply(phase, decision)
 
 
 def _forward(exchange: Exchange, profile: RequestProfile) -> Decision | None:

@@ -215,23 +215,22 @@ class Exchange:
             NoReplica: the router has to choose, and no replica is ready.
         """
         services, path = self.services, values.get(":path", "")
+        leaves_body = self.leaves_body(phase)
         listed = values.get(":method") == "GET" and lists_models(path)
         owner = services.fleet.response_owner(stored_response_of(path))
         if not self.steered:
-            reply = messages.proceed(phase)
+            reply = messages.RESPONSE_ONLY if leaves_body else messages.proceed(phase)
         elif listed and self.only_model is None and services.fleet.members.models:
             listing = model_list(services.fleet.members, int(services.wall()))
             reply = messages.answer(200, listing)
         elif owner is not None and (self.subset is None or owner in self.subset):
-            leave_body = phase == "request_headers" and not self.full_duplex
-            reply = messages.send_to(phase, self._listed(owner, owner), leave_body)
+            reply = messages.send_to(phase, self._listed(owner, owner), leaves_body)
         elif self.full_duplex:
             if (decision := services.router.decide(NO_WORK, among=self.subset)) is None:
                 raise NoReplica(NONE_READY)
             reply = messages.send_to(phase, self.destination(decision))
         else:
-            headers = phase == "request_headers"
-            reply = messages.LEAVE_ALONE if headers else messages.proceed(phase)
+            reply = messages.LEAVE_ALONE if leaves_body else messages.proceed(phase)
         if self.endpoint is None:
             services.metrics.requests.add("passed")
         else:
@@ -278,15 +277,20 @@ class Exchange:
 
     # -- the reply --------------------------------------------------------------------------
 
-    def reply(self, phase: str, decision: Decision | None, leave_body: bool = False) -> bytes:
+    def leaves_body(self, phase: str) -> bool:
+        """Returns True if the reply in this phase makes Envoy send the body only to the replica."""
+        return phase == "request_headers" and not self.full_duplex
+
+    def reply(self, phase: str, decision: Decision | None) -> bytes:
         """Returns the reply that sends the request to the chosen replica.
 
         The body is adapted to the replica: it names the model as the replica does, and has the
         priority of the request's objective instead of the client's. ``decision`` None: Envoy
-        chooses. ``leave_body``: Envoy sends the rest of the body only to the replica.
+        chooses.
         """
+        leaves_body = self.leaves_body(phase)
         if decision is None:
-            return messages.proceed(phase)
+            return messages.LEAVE_ALONE if leaves_body else messages.proceed(phase)
         body, profile, priority = self.body.data, decision.profile, None
         if self.services.config.hold.has_priorities:  # vLLM serves lower numbers first
             all_take = self.services.fleet.members.all_take_priority
@@ -297,7 +301,7 @@ class Exchange:
         if priority is not None and takes and (priority or profile.claims_priority):
             body = with_priority(body, priority)
         self.body.replace(body)
-        reply = messages.send_to(phase, self.destination(decision), leave_body, priority)
+        reply = messages.send_to(phase, self.destination(decision), leaves_body, priority)
         if not self.services.config.serve.decision_metadata or self._in_flight is None:
             return reply
         return messages.with_metadata(reply, summary_of(decision, self._in_flight.outcome.queued_s))

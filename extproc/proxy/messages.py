@@ -57,6 +57,10 @@ LEAVE_ALONE = ProcessingResponse(
 ).SerializeToString()
 """Reply to request headers that asks Envoy for neither the body nor the response, and removes the
 headers by which a client could name a destination."""
+RESPONSE_ONLY = ProcessingResponse(
+    request_headers={}, mode_override={"response_trailer_mode": _SEND}
+).SerializeToString()
+"""Reply to request headers that asks Envoy for the response, but not for the body."""
 BODY_ONLY = ProcessingResponse(
     request_headers={},
     mode_override={

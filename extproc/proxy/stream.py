@@ -100,8 +100,7 @@ async def _headers_first(exchange: Exchange) -> None:
 
     The reply to the headers tells Envoy whether to send the body and the response.
     """
-    large = (exchange.headers.length or 0) > LARGE_BODY
-    if large and (unread_model := exchange.only_model):
+    if unread_model := _unread_model(exchange):
         await exchange.write(await admit(exchange, "request_headers", unread_model))
         return
     services = exchange.services
@@ -116,6 +115,12 @@ async def _headers_first(exchange: Exchange) -> None:
     await exchange.write(with_response if exchange.response_visible else messages.BODY_ONLY)
     _take_body(exchange, await exchange.read("request_body"))
     await _route_body(exchange)
+
+
+def _unread_model(exchange: Exchange) -> str:
+    """Returns the model of a body that is too large to be read, or an empty string."""
+    large = (exchange.headers.length or 0) > LARGE_BODY
+    return (exchange.only_model or "") if large else ""
 
 
 async def _full_duplex(exchange: Exchange) -> None:
@@ -183,11 +188,13 @@ async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
     The router decides when it has the whole request, when it has as much of the request as it may
     hold, or when the response begins, whichever comes first.
     """
-    body, headers, enough = exchange.body, exchange.headers, False
+    body, headers, enough, unread_model = exchange.body, exchange.headers, False, ""
     while True:
         match message.WhichOneof("request"):
             case "request_headers":
                 body.whole = message.request_headers.end_of_stream
+                if exchange.leaves_body("request_headers"):
+                    unread_model = _unread_model(exchange)
             case "request_body":
                 # If trailers follow a buffered body, Envoy does not set ``end_of_stream``.
                 buffered = exchange.body_mode == messages.BUFFERED
@@ -198,16 +205,16 @@ async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
             case _:
                 exchange.unread(message)
                 break
-        reply = exchange.reply_to(message)
+        reply = messages.RESPONSE_ONLY if unread_model else exchange.reply_to(message)
         del message  # as in Exchange.read
         await exchange.write(reply)
-        if body.whole or enough:
+        if body.whole or enough or unread_model:
             break
         message = await exchange.next()
     if not headers.readable:
         exchange.headers = headers._replace(length=body.size or headers.length)
         body.release()
-    observe(exchange)
+    observe(exchange, unread_model)
 
 
 async def _route_body(exchange: Exchange) -> None:

@@ -27,7 +27,7 @@ from tests.proxy.envoy_side import (
     Stream,
     as_bytes,
 )
-from tests.proxy.replies import BodyMode, chunk_of, routed_to
+from tests.proxy.replies import BodyMode, HeaderMode, chunk_of, mode_of, routed_to
 from tests.waiting import until
 
 OBSERVE = {"mode": "observe", "chunks_per_s": 1e6}
@@ -103,6 +103,21 @@ async def test_replies_change_nothing(envoy: EnvoySide, services: Services, body
     assert services.fleet.in_flight == 0
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/files"])
+async def test_large_body_passes_the_router_by(
+    stream: Stream, services: Services, path: str
+) -> None:
+    large = NAMED | {"content-length": str(40 * 2**20)}
+    reply = await stream.request_headers(path, headers=large)
+    assert bytes(reply) == messages.RESPONSE_ONLY
+    assert mode_of(reply).request_body_mode == BodyMode.NONE
+    assert mode_of(reply).response_header_mode == HeaderMode.DEFAULT
+    await stream.answer(upstream=replica(2))
+    for record in services.log.of_request("one"):
+        assert record.decision.profile.prompt_tokens == 40 * 576
+        assert record.outcome.served_by == replica(2)
+
+
 async def test_full_duplex_returns_each_chunk_at_once(envoy: EnvoySide) -> None:
     data = as_bytes(CHAT)
     async with envoy.stream() as stream:
@@ -117,7 +132,7 @@ async def test_full_duplex_returns_each_chunk_at_once(envoy: EnvoySide) -> None:
 async def test_router_answers_no_list_of_models(envoy: EnvoySide) -> None:
     async with envoy.stream() as stream:
         reply = await stream.request_headers("/v1/models", "GET", end_of_stream=True)
-        assert bytes(reply) == UNCHANGED["request_headers"]
+        assert bytes(reply) == messages.RESPONSE_ONLY
         await stream.end()
 
 

@@ -454,6 +454,7 @@ async def test_compressed_body_is_routed_by_length(
     body, gzipped = gzip.compress(json.dumps(CHAT).encode()), {"content-encoding": "gzip"}
     reply = await stream.request_headers(headers=gzipped | {"content-length": "400"})
     assert set(destination(reply)) == MEMBERS
+    assert mode_of(reply).request_body_mode == BodyMode.NONE
     assert destination(await stream.request_body(body)) == []
     reply = await envoy.ask_body_first(body + bytes(10_000), headers=gzipped)
     assert set(chosen(reply)) == MEMBERS
@@ -489,6 +490,16 @@ async def test_large_body_stays_with_envoy(stream: Stream, services: Services) -
     # Without allow_mode_override, Envoy sends the body all the same.
     assert destination(await stream.request_body(b"{")) == []
     await stream.answer()
+
+
+@without()
+async def test_large_body_passes_the_router_by_if_envoy_chooses(
+    stream: Stream, services: Services
+) -> None:
+    put_replicas(services, healthy=False)
+    reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
+    assert destination(reply) == []
+    assert mode_of(reply).request_body_mode == BodyMode.NONE
 
 
 @without()
