@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-from extproc.predict.inputs import least
+from extproc.predict.inputs import least, most
 from extproc.proxy.exchange import NONE_READY, Exchange
 from extproc.proxy.headers import RequestHeaders
 from extproc.proxy.services import Services
@@ -63,8 +63,10 @@ async def admit(exchange: Exchange, phase: str, unread_model: str = "") -> bytes
         if decision is not None:
             if place is None:
                 services.demand.arrived(decision)
+            view = decision.situation.view
+            fits = profile.longest_prompt <= most(view.longest_prompt)  # or a replica refuses it
             # Refuse nothing while a replica is untried: only a request can show its speed.
-            if not services.fleet.untried(decision.situation.view):
+            if fits and not services.fleet.untried(view):
                 if place is None:
                     _refuse_slow_first_token(services, decision)
                 _refuse_late(services, decision)

@@ -111,11 +111,24 @@ async def test_sheddable_request_beyond_target_is_refused(
         assert samples(services.metrics.refused) == {("too_late",): 1}
 
 
-@pytest.mark.parametrize(
+limited = pytest.mark.parametrize(
     ("limits", "headers"),
     [({"max_ttft_s": 0.001}, {}), ({}, {"x-objective": "whole"})],
     ids=["limit of the pool", "target of the request"],
 )
+
+
+@limited
+async def test_prompt_that_fits_nowhere_is_refused_by_a_replica(
+    config: Config, limits: dict[str, float], headers: dict[str, str]
+) -> None:
+    """The error of a replica names the limit. A 429 of the router would say: try again."""
+    route = config.route.model_copy(update=limits)
+    services = router_of(config.model_copy(update={"route": route}), max_model_len=8)
+    assert chosen(await EnvoySide(Local(services)).ask_body_first(CHAT, headers=headers))
+
+
+@limited
 async def test_idle_replica_whose_speed_is_not_measured_is_never_too_slow(
     config: Config, limits: dict[str, float], headers: dict[str, str]
 ) -> None:
