@@ -14,6 +14,8 @@ _BYTES_PER_S = 16_000  # MP3 at 128 kbit/s; WAV of 16 kHz has 32,000, Opus 3,000
 _TOKENS_PER_S = 25  # Qwen2-Audio, Qwen2.5-Omni; Whisper makes 50, Voxtral 12.5, Ultravox 6.25
 _CLIP_S = 30  # vLLM transcribes clips of this length, each a prompt (max_audio_clip_s)
 
+_MOST_AUDIO = 2**26  # bytes: more than an hour. By default, vLLM refuses files over 25 MiB
+
 CLIP_TOKENS = _CLIP_S * _TOKENS_PER_S  # estimate for audio of unknown size
 
 LARGE_BODY = 8 * 2**20
@@ -32,6 +34,7 @@ def of_length(
 ) -> RequestProfile:
     """Return the profile of a request whose body of ``length`` bytes is audio or images."""
     if endpoint.takes_audio:
+        length = min(length, _MOST_AUDIO)
         prompts = max(ceil(length / (_BYTES_PER_S * _CLIP_S)), 1)
         prompt_tokens = audio_tokens(length)
     else:

@@ -1,6 +1,7 @@
 """Profiles of request bodies: endpoint, prompt tokens, bounds of the output, flags, audio."""
 
 import json
+import math
 import time
 from typing import Any
 
@@ -325,6 +326,12 @@ def test_missing_bytes_of_an_image_are_not_text() -> None:
 def test_absurd_content_length_is_bounded(length: int | None, tokens: int) -> None:
     got = inspect(E.SCORE, b"", counter(), partial=True, content_length=length)
     assert got.prompt_tokens == tokens
+
+
+def test_absurd_content_length_of_audio_counts_as_an_hour() -> None:
+    got = inspect(E.TRANSCRIPTIONS, b"", counter(), partial=True, content_length=10**15)
+    assert 3600 < got.prompt_tokens / 25 < 4500
+    assert got.sequences == math.ceil(got.prompt_tokens / (30 * 25))
 
 
 def test_beginning_that_is_no_json_is_refused() -> None:
