@@ -119,8 +119,14 @@ async def _headers_first(exchange: Exchange) -> None:
 
 def _unread_model(exchange: Exchange) -> str:
     """Returns the model of a body that is too large to be read, or an empty string."""
-    large = (exchange.headers.length or 0) > LARGE_BODY
+    large = (exchange.headers.length or 0) > _most_read(exchange)
     return (exchange.only_model or "") if large else ""
+
+
+def _most_read(exchange: Exchange) -> int:
+    """Returns how many bytes of a body the router reads although it knows the model: more if the
+    body may name, behind its images, a stored response that only one replica can continue."""
+    return BODY_LIMIT_BYTES if exchange.endpoint is Endpoint.RESPONSES else LARGE_BODY
 
 
 async def _full_duplex(exchange: Exchange) -> None:
@@ -145,7 +151,7 @@ async def _full_duplex(exchange: Exchange) -> None:
 
 
 async def _read_chunks(exchange: Exchange) -> bool:
-    """Reads at most ``LARGE_BODY`` bytes of the body, and more only while the model is unknown.
+    """Reads at most :func:`_most_read` bytes of the body, and more only while the model is unknown.
 
     Returns True if the body has ended with trailers.
 
@@ -153,7 +159,7 @@ async def _read_chunks(exchange: Exchange) -> bool:
         NoMemory: memory is short, and the model is unknown.
         TooLarge: the model is not named in the first ``BODY_LIMIT_BYTES``.
     """
-    body, memory, limit = exchange.body, exchange.services.body_memory, LARGE_BODY
+    body, memory, limit = exchange.body, exchange.services.body_memory, _most_read(exchange)
     while True:
         message = await exchange.read("request_body", "request_trailers")
         trailers: bool = message.WhichOneof("request") == "request_trailers"

@@ -59,8 +59,10 @@ async def test_duplex_buffers_no_more_than_it_reads(stream: Stream, services: Se
     assert chunk_of(await stream.read()) == (b"}", True)
 
 
-async def duplex_of_large(stream: Stream, body: bytes) -> list[str]:
-    await stream.write_headers(headers={"content-length": str(len(body))})
+async def duplex_of_large(
+    stream: Stream, body: bytes, path: str = "/v1/chat/completions"
+) -> list[str]:
+    await stream.write_headers(path, headers={"content-length": str(len(body))})
     for start in range(0, len(body), LARGE_BODY // 2):
         piece = body[start : start + LARGE_BODY // 2]
         await stream.write_body(piece, start + len(piece) == len(body))
@@ -84,6 +86,19 @@ async def test_duplex_large_body_is_read_until_its_model(
         assert json.loads(returned) == request | {"model": "other"}
         await stream.end()
     assert services.body_memory.free == BODY_MEMORY_BYTES
+
+
+async def test_duplex_large_body_is_read_until_the_response_that_it_continues(
+    envoy: EnvoySide, services: Services
+) -> None:
+    services.fleet.responses.remember("resp_1", replica(2))
+    body = {"model": "llama", "input": "x" * LARGE_BODY, "previous_response_id": "resp_1"}
+    for _ in range(3):
+        async with envoy.stream() as stream:
+            data = json.dumps(body).encode()
+            assert set(await duplex_of_large(stream, data, "/v1/responses")) == {replica(2)}
+            assert await stream.request_chunks() == data
+            await stream.end()
 
 
 @pytest.mark.parametrize(

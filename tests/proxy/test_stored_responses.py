@@ -8,6 +8,7 @@ import pytest
 
 from extproc.proxy import in_flight
 from extproc.proxy.services import Services
+from extproc.request.media import LARGE_BODY
 from extproc.request.usage import HEAD_BYTES, response_id
 from tests.fakes import replica
 from tests.proxy.conftest import config_of, router_of
@@ -56,6 +57,14 @@ async def test_stored_response_continues_on_its_owner(
     reply = await envoy.ask_body_first(b"{}", f"{RESPONSES}/resp_1/cancel")
     assert chosen(reply) == [served, served]
     assert services.fleet.in_flight == 0
+
+
+async def test_large_body_is_read_to_find_the_owner(envoy: EnvoySide, services: Services) -> None:
+    services.fleet.responses.remember("resp_1", replica(2))
+    large = {"previous_response_id": "resp_1", "filler": "x" * LARGE_BODY}
+    for _ in range(3):
+        reply, _ = await envoy.route("headers first", REQUEST | large, RESPONSES)
+        assert set(destination(reply)) == {replica(2)}
 
 
 async def test_unknown_stored_response_goes_anywhere(stream: Stream) -> None:
