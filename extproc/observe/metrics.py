@@ -328,7 +328,8 @@ def _add_most(gauge: Gauge, count: int, values: Sequence[tuple[tuple[str, ...], 
 
 
 class Demand:
-    """Number of replicas that a pool's recent requests need, refused requests included."""
+    """Number of replicas that a pool's recent requests need, those included that the router
+    refuses."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -338,6 +339,11 @@ class Demand:
     def arrived(self, decision: Decision) -> None:
         self._fade()
         self._work += decision.work_s
+
+    def refused(self, work_s: float) -> None:
+        """Take back the work of a request that arrived lately, because a replica refused it."""
+        self._fade()
+        self._work = max(self._work - work_s, 0.0)
 
     def replicas(self, waiting: Iterable[Waiting], routers: int = 1, usable: int = 0) -> float:
         """Return the number of replicas that arriving work keeps busy, plus the number that would

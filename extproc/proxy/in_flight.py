@@ -177,6 +177,7 @@ class InFlight:
             # The request may be the cause: the answer is no success, and if Envoy retried the
             # request, the first replica did not fail.
             services.fleet.eligibility.rejected(self.served_by)
+            services.demand.refused(self._forecast.work_s)
             return
         # A request that fails on two replicas may itself be the cause: neither failure counts.
         # Without a connection to the second replica, both failures count.

@@ -90,6 +90,7 @@ class Forecast(Struct, eq=False):
     replica: str  # ip:port
     predicted_ttft: float
     predicted_completion: float
+    work_s: float  # seconds of the replica's time that the request uses up
     decode_time_per_token: float  # seconds, without ``stretch``
     expected_hits: float  # ``expected`` of PrefixHits
     predicts_hits: bool  # True: the index estimated the hits of one sequence: they test it
@@ -180,6 +181,7 @@ class Decision(Struct, eq=False):
             self.replica,
             ttft,
             prediction.completion.item(first),
+            self.work_s,
             prediction.decode.item(first) / stretch / later,
             situation.held.expected.item(first),
             situation.held.estimated.item(first) and self.profile.sequences == 1,

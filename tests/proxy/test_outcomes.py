@@ -173,6 +173,18 @@ async def test_unanswered_request_counts_as_demand(envoy: EnvoySide, services: S
     assert services.demand.replicas(services.queue) > 0.0
 
 
+@pytest.mark.parametrize(("status", "counts"), [(200, True), (400, False), (500, True)])
+async def test_request_that_a_replica_refuses_is_no_demand(
+    envoy: EnvoySide, services: Services, clock: ManualClock, status: int, counts: bool
+) -> None:
+    async with envoy.stream() as stream:
+        await stream.ask(CHAT | {"n": 10_000})
+        clock.advance(0.1)
+        await stream.answer(status=status)
+    needed = services.demand.replicas(services.queue)
+    assert needed > 100.0 if counts else needed < 0.5
+
+
 async def test_ejection_and_recovery_are_logged(
     envoy: EnvoySide, services: Services, clock: ManualClock, logged: Logged
 ) -> None:
