@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 _OVERLOADED = "x-envoy-overloaded"  # in answers of Envoy itself while a circuit breaker is full
 _OK, _UNAVAILABLE = 200, 503
+_BY_CHOICE = 2  # attempts that follow the choice; Envoy's fallback policy places further retries
 _RETRIED = "no connection, a reset or an error status: Envoy retried elsewhere"
 """Reason of a retry; Envoy does not report which of the three occurred."""
 _RESPONSE_HEADERS = frozenset({":status", "content-type", _OVERLOADED})
@@ -211,7 +212,7 @@ class InFlight:
             return NotFollowed.OTHER_FILTER
         if address not in self._services.fleet.members and (held or not attempts):
             return None
-        if attempts != 1 and second in ("", address):
+        if (attempts != 1 and second in ("", address)) or (held and attempts > _BY_CHOICE):
             return NotFollowed.RETRY
         return NotFollowed.UNKNOWN_ADDRESS if held and second == address else NotFollowed.FALLBACK
 

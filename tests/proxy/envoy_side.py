@@ -19,7 +19,7 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import (
 )
 from envoy_data_plane.google.protobuf import ListValue, Struct, Value
 
-from extproc.proxy.messages import ATTEMPTS, SUBSET
+from extproc.proxy.messages import ATTEMPTS, DESTINATION, SUBSET
 from extproc.proxy.service import SERVICE, GrpcServer
 from extproc.proxy.services import Services
 from tests.proxy.replies import BodyMode, body_of, chunk_of
@@ -93,13 +93,18 @@ def response_headers(
     end_of_stream: bool = False,
     flags: int = 0,
     attempts: int = 0,
+    held: str = "",
 ) -> ProcessingRequest:
-    """``flags``: Envoy's response flags; ``attempts``: times that Envoy sent the request."""
+    """``flags``: Envoy's response flags; ``attempts``: times that Envoy sent the request; ``held``:
+    choice in Envoy's metadata."""
     values = {":status": str(status), "content-type": content_type}
     attributes = {"upstream.address": upstream} if upstream else {}
     return ProcessingRequest(
         response_headers=headers_message(values, end_of_stream),
         attributes=attributes_of(attributes, {"response.flags": flags, ATTEMPTS: attempts}),
+        metadata_context=Metadata(
+            filter_metadata={"envoy.lb": Struct(fields={DESTINATION: Value(string_value=held)})}
+        ),
     )
 
 

@@ -14,7 +14,7 @@ from extproc.predict.completion import Prediction
 from extproc.proxy.services import Services
 from tests.conftest import Logged
 from tests.fakes import MODEL, ManualClock, chat, replica
-from tests.proxy.conftest import config_of, put_replicas, router_of, with_fleet
+from tests.proxy.conftest import config_of, put_replicas, router_of, samples, with_fleet
 from tests.proxy.envoy_side import (
     CHAT,
     EVENTS,
@@ -413,6 +413,17 @@ async def test_request_that_fails_on_two_replicas_counts_only_if_the_second_refu
             _first, second = destination(await stream.ask())
             await stream.answer(status=status, upstream=second, flags=flags)
     assert bool(services.fleet.view("llama").excluded) == counts
+
+
+async def test_second_retry_that_a_third_replica_serves_is_a_retry(
+    stream: Stream, services: Services, registry: CollectorRegistry
+) -> None:
+    put_replicas(services, 3)
+    tried = destination(await stream.ask())
+    (third,) = {*map(replica, (1, 2, 3))} - {*tried}
+    await stream.answer(upstream=third, attempts=3, held=",".join(tried))
+    assert samples(services.metrics.not_followed) == {("retry",): 1.0}
+    assert value(registry, "failures_total", {"replica": tried[0]}) == 1
 
 
 @pytest.mark.parametrize(("status", "failed"), [(200, True), (500, True), (401, False)])
