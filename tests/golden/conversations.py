@@ -239,7 +239,7 @@ _MALFORMED: dict[str, bytes] = {
     "cut": BODY[:-5],
 }
 _LARGE = json.dumps(CHAT | {"filler": "x" * 9_000_000}).encode()
-_LONG = {"model": "tiny", "prompt": list(range(10_000))}
+_LONG = {"model": "tiny", "prompt": list(range(8_000))}
 
 
 def _plain() -> list[Conversation]:
