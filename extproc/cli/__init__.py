@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Any
 
 from extproc.cli.arguments import CommandError, Parser
@@ -44,6 +45,8 @@ _REMOVED = {  # commands of earlier versions, and their replacements
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
+    if isinstance(sys.stdout, TextIOWrapper):  # None if closed
+        sys.stdout.reconfigure(errors="replace")  # "?" for what the terminal's encoding lacks
     try:
         try:
             return _run(argv)

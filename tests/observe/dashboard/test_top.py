@@ -6,11 +6,13 @@ import sys
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
 from msgspec.json import decode, encode
 
+from extproc.cli import main
 from extproc.cli.screen import RouterView, screen
 from extproc.ground.runtime import in_turns
 from extproc.ground.text import WIDTH
@@ -103,6 +105,15 @@ async def test_screen_fits_the_width(services: Services, width: int) -> None:
     (header,) = (line for line in lines if line.startswith("Replica"))
     assert ("TTFT p99" in header) is (width >= 120)
     assert not header.endswith("...")
+
+
+async def test_character_that_the_encoding_lacks_is_a_question_mark(
+    router: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = BytesIO()
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(output, encoding="ascii"))
+    assert await asyncio.to_thread(main, ["top", "--router", router]) == 0
+    assert "Backlog ? Share" in " ".join(output.getvalue().decode().split())
 
 
 async def test_a_thousand_replicas_are_shown(services: Services, router: str, top: Run) -> None:
