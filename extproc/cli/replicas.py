@@ -215,12 +215,12 @@ def _listed(replicas: Sequence[PoolReplica], pool: str, as_json: bool) -> str:
     cells: Cells[PoolReplica] = (
         (Column("name", left=True, most=24), lambda replica: printable(replica.name)),
         (Column("address", left=True), lambda replica: replica.id),
-        (Column("state", left=True, most=40), lambda replica: printable(replica.condition)),
         (Column("running"), lambda replica: count(replica.state and replica.state.running)),
         (Column("waiting"), lambda replica: count(replica.state and replica.state.waiting)),
         (Column("KV"), lambda replica: share(replica.state and replica.state.kv_usage)),
         (Column("step ms"), lambda replica: figure(replica.speed[0])),
         (Column("prefill tok/s"), lambda replica: count(replica.speed[1])),
         (Column("age s"), lambda replica: figure(replica.age(now))),
+        (Column("state", left=True), lambda replica: printable(replica.condition)),
     )
     return "\n".join(table_of(cells, replicas))

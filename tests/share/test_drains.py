@@ -275,14 +275,18 @@ async def test_list_of_empty_pool_with_poller_succeeds(
         assert await run("list", "--json") == "[]\n"
 
 
-async def test_list_shows_states_and_problems(redis_server: RedisServer, run: Run) -> None:
+async def test_list_shows_states_and_whole_problems(redis_server: RedisServer, run: Run) -> None:
     dead = ScriptedReplica()
-    async with serving() as a, watched(redis_server, a, dead):
+    async with serving() as a, serving() as other, watched(redis_server, a, dead, other) as seen:
+        other.answers["/metrics"] = text("up 1\n")
+        await seen.replica(other, healthy=False)
         header, *rows = (await run("list")).splitlines()
     assert header.split("  ")[0] == "name"
     row = next(row for row in rows if a.id in row)
-    assert row.split()[:9] == [a.id, a.id, "healthy", "2", "1", "50%", "-", "-", row.split()[8]]
-    assert "cannot connect: connection refused" in next(row for row in rows if dead.id in row)
+    *figures, _, state = row.split()
+    assert (figures, state) == ([a.id, a.id, "2", "1", "50%", "-", "-"], "healthy")
+    assert "  cannot connect: connection refused" in next(row for row in rows if dead.id in row)
+    assert "  /metrics has no line of vllm" in next(row for row in rows if other.id in row)
 
 
 @pytest.mark.usefixtures("redis_server")
