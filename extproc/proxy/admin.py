@@ -9,6 +9,7 @@ from msgspec import json, structs
 from extproc.observe.admin import whole_number
 from extproc.observe.dashboard.routes import dashboard_routes
 from extproc.observe.decision import FORMAT
+from extproc.proxy.headers import LONGEST_ID
 from extproc.proxy.services import Services
 
 _PAGE = 50  # decisions in a reply
@@ -22,7 +23,7 @@ def admin_routes(*pools: Services) -> list[web.RouteDef]:
     async def decisions(request: web.Request) -> web.Response:
         most: int | None = _BEST
         if "request_id" in request.query:
-            records, most = log.of_request(request.query["request_id"]), None
+            records, most = log.of_request(request.query["request_id"][:LONGEST_ID]), None
         elif "after" in request.query:
             records = log.after(whole_number(request, "after"), _PAGE)
         else:

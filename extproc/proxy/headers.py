@@ -13,7 +13,7 @@ from extproc.proxy.messages import RESPONSE_SKIPPED
 from extproc.request.endpoint import Endpoint, endpoint_of
 from extproc.request.objective import first_of, session_of, targets_of
 
-_LONGEST_ID = 128  # characters of a request id or tenant: each decision record keeps both
+LONGEST_ID = 128  # characters of a request id or tenant: each decision record keeps both
 _DIGITS = 15  # of a content-length: a petabyte
 _HASH_BYTES = 8
 _STANDARD = frozenset(
@@ -44,9 +44,9 @@ def inference_headers(headers: Mapping[str, str], config: Config) -> RequestHead
     length = headers.get("content-length", "")
     return RequestHeaders(
         endpoint,
-        request_id=headers.get("x-request-id", "")[:_LONGEST_ID],
+        request_id=headers.get("x-request-id", "")[:LONGEST_ID],
         policy=headers.get(route.policy_header or "", ""),
-        tenant=first_of(config.tenant_headers, headers)[:_LONGEST_ID],
+        tenant=first_of(config.tenant_headers, headers)[:LONGEST_ID],
         session=session_of(headers, route.session_header, route.session_cookie),
         objective=first_of(config.objective_headers, headers),
         targets=targets_of(headers) if config.hold.allow_inference_headers else {},

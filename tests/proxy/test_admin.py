@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from extproc.ground.runtime import in_turns
 from extproc.observe.admin import serve_admin
 from extproc.proxy.admin import admin_routes
+from extproc.proxy.headers import inference_headers
 from extproc.proxy.services import Services
 from extproc.proxy.sharing import apply
 from extproc.share.replicas import Snapshot
@@ -67,6 +68,19 @@ async def test_decision_by_request_id_shows_all_candidates(large: Services) -> N
     (shown,) = await get(large, "/decisions?request_id=request-7")
     assert len(shown["candidates"]) == REPLICAS
     assert await get(large, "/decisions?request_id=nobody") == []
+
+
+async def test_decision_is_found_by_a_longer_request_id_than_the_record_keeps(
+    services: Services,
+) -> None:
+    long_id, decision = "a" * 200, services.router.decide(chat(500, 200))
+    headers = {":method": "POST", ":path": "/v1/completions", "x-request-id": long_id}
+    request = inference_headers(headers, services.config)
+    assert request
+    assert decision
+    services.log.add(request.request_id, 1.0, decision)
+    (shown,) = await get(services, f"/decisions?request_id={long_id}")
+    assert shown["request_id"] == long_id[:128]
 
 
 async def test_fleet_page_of_large_fleet_does_not_delay_requests(large: Services) -> None:
