@@ -131,6 +131,7 @@ async def test_host_with_port_leads_to_its_pool(tmp_path: Path) -> None:
         ({"replicas": [{"kubernetes": {"inference_pool": "a", "selector": {"b": "c"}}}]},
          "kubernetes"),
         ({"image": "extproc"}, "image"),
+        ({"fullnameOverride": "x" * 50}, "maxLength"),
         ({"envoy": {"service": {"type": "Loadbalancer"}}}, "type"),
         ({"redis": {"url": "redis.data:6379"}}, "url"),
         ({"redis": {"enabled": False}}, r"redis\.url: the existing Redis"),
@@ -169,6 +170,12 @@ def test_releases_of_a_namespace_have_names_and_selectors_of_their_own(
     labels = [item["metadata"]["labels"] for item in objects]
     labels += [item["spec"]["selector"] for item in objects if item["kind"] == "Service"]
     assert {each["app.kubernetes.io/instance"] for each in labels} == {release}
+
+
+@pytest.mark.parametrize("own", [{"name": "x" * 53}, {"fullnameOverride": "x" * 49}])
+def test_names_of_a_long_release_fit_in_63_characters(own: dict[str, str]) -> None:
+    objects = manifests(**own, dashboard={"enabled": True})
+    assert max(len(item["metadata"]["name"]) for item in objects) == 63
 
 
 def test_password_of_existing_redis_comes_from_its_secret(tmp_path: Path) -> None:

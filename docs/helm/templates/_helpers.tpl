@@ -7,7 +7,7 @@
 {{- define "extproc.fullname" -}}
 {{- $name := include "extproc.name" . -}}
 {{- $full := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) -}}
-{{ .Values.fullnameOverride | default $full | trunc 50 | trimSuffix "-" }}
+{{ .Values.fullnameOverride | default $full | trunc 49 | trimSuffix "-" }}
 {{- end }}
 
 {{- define "extproc.of" -}}
