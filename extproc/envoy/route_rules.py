@@ -13,6 +13,7 @@ _SHORT_WAIT = timedelta(minutes=1)
 _RETRIED = ("connect-failure", "status 500", "status 401", "status 403")
 """Failures for which another replica has to be tried. A replica answers 401 or 403 to each request
 if its ``--api-key`` is not that of the others."""
+_OF_CONNECTIONS = {"5xx", "gateway-error", "reset"}  # include connect-failure
 
 
 def _has_route_timeouts(file: EnvoyFile) -> bool:
@@ -96,6 +97,8 @@ def _not_retried(route: Node, file: EnvoyFile) -> str:
         conditions |= {f"status {code}" for code in policy["retriable_status_codes"]}
     if "5xx" in conditions:
         conditions.add("status 500")
+    if conditions & _OF_CONNECTIONS:
+        conditions.add("connect-failure")
     return ", ".join(failure for failure in _RETRIED if failure not in conditions)
 
 

@@ -621,7 +621,9 @@ ALLOWED: list[Breakage] = [
     lambda b: b.route["retry_policy"].pop("num_retries"),
     lambda b: b.host.update(retry_policy=b.route.pop("retry_policy")),
     lambda b: b.route["retry_policy"].update(
-        retry_on="connect-failure, 5xx, retriable-status-codes", retriable_status_codes=[401, 403]),
+        retry_on="5xx, retriable-status-codes", retriable_status_codes=[401, 403]),
+    lambda b: b.route["retry_policy"].update(retry_on="gateway-error,retriable-status-codes"),
+    lambda b: b.route["retry_policy"].update(retry_on="reset,retriable-status-codes"),
     lambda b: b.routes[0].update(override(processing_mode=WHOLE_BODY)),
     lambda b: b.routes[0].update(override(failure_mode_allow=True)),
     lambda b: (b.host.update(NO_BUFFER), b.routes[0].update(BUFFERED)),
