@@ -143,7 +143,8 @@ async def _check_lone_router(config: Config) -> list[Finding]:
 
 
 async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
-    """Check a pool's Redis and read the states of the pool's replicas; None if Redis fails."""
+    """Check a pool's Redis and read the states of the pool's replicas; None if Redis fails, or if
+    no poller is alive and all states have expired."""
     async with connect(config.redis, config.pool) as redis:
         finding = partial(Finding, "redis", where=f"redis {address(redis)}")
         try:
@@ -173,7 +174,8 @@ async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
             "Run 'extproc poll'"
         )
         found.append(finding(level=Level.ERROR, text=text))
-    return found, snapshot
+    # Without pollers, states expire, and running routers go on with the last ones.
+    return found, snapshot if pollers or snapshot.states else None
 
 
 async def _use_rights(redis: Redis, keys: Keys) -> None:

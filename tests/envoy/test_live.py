@@ -110,12 +110,22 @@ async def test_missing_router_and_poller_are_errors(
     redis_server: RedisServer, check: Check
 ) -> None:
     async with serving() as replica:
-        lines = bad(await check(config(redis_server, replica), status=1))
-    assert "no router of the pool 'default' is alive" in lines[0]
-    assert "no poller of the pool 'default' is alive" in lines[1]
-    assert f"replica {replica.id}: no poller scrapes it" in lines[2]
+        router, poller = bad(await check(config(redis_server, replica), status=1))
+    assert "no router of the pool 'default' is alive" in router
+    assert "no poller of the pool 'default' is alive" in poller
     async with connect(redis_server.url, "default") as redis:
         assert await redis.keys("*") == [], "the check writes nothing"
+
+
+async def test_replica_that_no_poller_scrapes_is_error(
+    redis_server: RedisServer, check: Check
+) -> None:
+    polled = ScriptedReplica()
+    async with serving() as other, watching(config(redis_server, polled)) as seen:
+        await seen.until(lambda states: set(states) == {polled.id})
+        await add_router(redis_server)
+        _, line = bad(await check(config(redis_server, other), status=1))
+    assert f"replica {other.id}: no poller scrapes it: it gets no requests" in line
 
 
 async def test_missing_router_without_redis_is_error(check: Check) -> None:
