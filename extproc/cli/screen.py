@@ -36,8 +36,10 @@ class RouterView:
 
 def draw(lines: Sequence[str]) -> None:
     """Replace the terminal's content; lines that do not fit are not shown."""
-    page = f"{_REST_OF_LINE}\n".join(lines[: shutil.get_terminal_size().lines - 1])
-    print(f"{_HOME}{page}{_REST_OF_LINE}{_REST_OF_PAGE}", end="", flush=True)
+    # Erased before the text: behind a line of full width, xterm would erase its last character.
+    shown = lines[: shutil.get_terminal_size().lines - 1]
+    page = "".join(f"{_REST_OF_LINE}{line}\n" for line in shown)
+    print(f"{_HOME}{page}{_REST_OF_PAGE}", end="", flush=True)
 
 
 def screen(routers: Sequence[RouterView], notes: Sequence[str], width: int) -> list[str]:

@@ -33,7 +33,7 @@ class Terminal:
 
     def _screen(self) -> str:
         """Last screen that was drawn to its end."""
-        *_, screen = ["", *self.output.split("\x1b[H")[1:]]
+        *_, screen = ["", *self.output.replace("\x1b[K", "").split("\x1b[H")[1:]]
         return screen if screen.endswith("\x1b[J") else ""
 
     async def interrupt(self) -> int:

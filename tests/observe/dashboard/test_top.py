@@ -13,7 +13,7 @@ import pytest
 from msgspec.json import decode, encode
 
 from extproc.cli import main
-from extproc.cli.screen import RouterView, screen
+from extproc.cli.screen import RouterView, draw, screen
 from extproc.ground.runtime import in_turns
 from extproc.ground.text import WIDTH
 from extproc.lab.harness.processes import free_port
@@ -105,6 +105,12 @@ async def test_screen_fits_the_width(services: Services, width: int) -> None:
     (header,) = (line for line in lines if line.startswith("Replica"))
     assert ("TTFT p99" in header) is (width >= 120)
     assert not header.endswith("...")
+
+
+def test_nothing_is_erased_behind_a_line_of_full_width(capsys: pytest.CaptureFixture[str]) -> None:
+    draw(["first", "last"])
+    assert "first\n" in (drawn := capsys.readouterr().out)
+    assert "last\n" in drawn
 
 
 async def test_character_that_the_encoding_lacks_is_a_question_mark(
