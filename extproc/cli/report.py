@@ -5,6 +5,7 @@ import asyncio
 import io
 import platform
 import re
+import sys
 import tarfile
 from collections.abc import Iterable
 from contextlib import aclosing
@@ -51,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
                 archive.addfile(entry, io.BytesIO(text))
     except OSError as error:
         raise CommandError(f"cannot write {args.output}: {error.strerror}") from None
-    print(f"{args.output} has {', '.join(files)}: read it before you publish it.")
+    # On stderr, because ``--output /dev/stdout`` takes the archive out of a container.
+    note = f"{args.output} has {', '.join(files)}: read it before you publish it."
+    print(note, file=sys.stderr)
     return 0
 
 

@@ -1,18 +1,24 @@
 """``extproc report`` collects what a bug report needs, and no secret."""
 
+import asyncio
 import json
+import subprocess
+import sys
 import tarfile
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
+from extproc.cli import main
 from extproc.config import Config
 from extproc.lab.harness.processes import free_port
 from extproc.proxy.services import Services
 from tests.observe.conftest import Run, decide
 from tests.proxy.conftest import router_of
 
+Report = Callable[[str], Awaitable[dict[str, str]]]
 SECRETS = "hunter2", "swordfish"
 REDIS = "redis://{}@127.0.0.1:1/0"
 
@@ -29,6 +35,16 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "uninstalled_in_part-1.0.dist-info").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path / "report.tar.gz"
+
+
+@pytest.fixture
+def report(bundle: Path) -> Report:
+    async def report(router: str) -> dict[str, str]:
+        argv = ["report", "--router", router, "--output", str(bundle)]
+        assert await asyncio.to_thread(main, argv) == 0
+        return unpacked(bundle)
+
+    return report
 
 
 def unpacked(bundle: Path) -> dict[str, str]:
@@ -49,16 +65,14 @@ def unpacked(bundle: Path) -> dict[str, str]:
 async def test_report_has_what_runs_and_no_password(
     services: Services,
     router: str,
-    run: Run,
-    bundle: Path,
+    report: Report,
     monkeypatch: pytest.MonkeyPatch,
     url: str,
     secret: str,
 ) -> None:
     monkeypatch.setenv("EXTPROC_REDIS__URL", url.format(secret))
     decided = decide(services)
-    await run("report", "--router", router, "--output", str(bundle))
-    files = unpacked(bundle)
+    files = await report(router)
     assert "\npytest " in files["versions.txt"]
     assert yaml.safe_load(files["configuration.yaml"])["redis"]["url"] == url.format("***")
     assert len(json.loads(files["fleet.json"])["replicas"]) == len(services.fleet.members)
@@ -71,10 +85,9 @@ async def test_report_has_what_runs_and_no_password(
     assert not any(secret in text for text in files.values() for secret in SECRETS)
 
 
-async def test_report_without_a_router_says_so(run: Run, bundle: Path) -> None:
+async def test_report_without_a_router_says_so(report: Report) -> None:
     address = f"127.0.0.1:{free_port()}"
-    await run("report", "--router", address, "--output", str(bundle))
-    files = unpacked(bundle)
+    files = await report(address)
     assert f"no router answers at http://{address}" in files["router.txt"]
     assert "fleet.json" not in files
 
@@ -83,3 +96,12 @@ async def test_report_that_cannot_be_written_names_the_file(run: Run, bundle: Pa
     missing = bundle.parent / "missing" / "report.tar.gz"
     [line] = await run("report", "--output", str(missing), status=1)
     assert line == f"extproc report: cannot write {missing}: No such file or directory"
+
+
+@pytest.mark.process
+def test_report_on_stdout_is_an_archive_and_nothing_else(bundle: Path) -> None:
+    """A container with a read-only file system has no other way out."""
+    argv = [sys.executable, "-m", "extproc", "report", "--output", "/dev/stdout"]
+    with bundle.open("wb") as file:
+        subprocess.run(argv, stdout=file, stderr=subprocess.DEVNULL, check=True)
+    assert "versions.txt" in unpacked(bundle)
