@@ -10,7 +10,7 @@ class OutageLog:
         self,
         log: Logger,
         begins: str,  # message of the first failure
-        over: str = "",  # message of the first success; empty: not logged
+        over: str,  # message of the first success
         level: int = WARNING,  # of the line ``begins``
         each: bool = False,  # also log each later failure whose text is new
         **extra: str,  # fields of both lines
@@ -40,6 +40,6 @@ class OutageLog:
 
     def recovered(self) -> None:
         """Ends the outage, if there is one, and logs its end."""
-        if self.problem and self._over:
+        if self.problem:
             self._log.info(self._over, extra=self._extra)
         self.problem = ""

@@ -63,6 +63,7 @@ _NOT_WRITTEN = (
     "record of traffic is not written: free disk space, or set record.path to a folder that the "
     "router can write to"
 )
+_WRITTEN = "record of traffic is written again"
 
 
 class Recorder:
@@ -88,7 +89,7 @@ class Recorder:
         self._replicas: dict[str, tuple[bytes, float, bool, bool]] = {}
         self._lock = Lock()
         self._begun = False  # the last write succeeded, so the newest file has its first lines
-        self._outage = OutageLog(logger, _NOT_WRITTEN, level=logging.ERROR, folder=str(folder))
+        self._outage = OutageLog(logger, _NOT_WRITTEN, _WRITTEN, logging.ERROR, folder=str(folder))
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -42,7 +42,8 @@ class Models:
         self._replica = target.id
         self._listed = listed
         begins = "replica does not list its models: using the model names in its metrics"
-        self._outage = OutageLog(log, begins, replica=target.title)
+        over = "replica lists its models again"
+        self._outage = OutageLog(log, begins, over, replica=target.title)
         self._reading: asyncio.Task[None] | None = None
         self._read_at = -inf
 

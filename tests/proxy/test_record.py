@@ -19,9 +19,10 @@ from extproc.config import Config
 from extproc.lab.replay.recorded import Recorded, read
 from extproc.observe.decision import RequestOutcome
 from extproc.observe.record import keys_of
-from extproc.observe.recorder import Recorder
+from extproc.observe.recorder import _NOT_WRITTEN, Recorder
 from extproc.proxy.app import build
 from extproc.proxy.services import Services
+from tests.conftest import Logged
 from tests.fakes import ManualClock, chat, replica
 from tests.proxy.conftest import config_of, router_of, samples
 from tests.proxy.envoy_side import CHAT, EnvoySide, Local, Stream
@@ -84,11 +85,6 @@ def cut(folder: Path) -> None:
     """Cuts the last line, as a process does that is killed while it writes."""
     (file,) = folder.iterdir()
     file.write_bytes(file.read_bytes()[:-9])
-
-
-def spoil(folder: Path) -> None:
-    folder.rmdir()
-    folder.write_text("a file now")
 
 
 def size_of(folder: Path) -> int:
@@ -290,17 +286,19 @@ async def test_record_is_readable_after_its_file_or_folder_was_moved_away(
     assert len(read(folder).requests) == 10
 
 
-async def test_unwritable_record_is_logged_once(
-    services: Services, envoy: EnvoySide, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    spoil(folder)
-    for _ in range(2):
-        await ask(envoy, CHAT)
-        await write_record(services)
-    (said,) = [
-        logged for logged in caplog.records if "record of traffic is not written" in logged.message
-    ]
-    assert said.levelname == "ERROR"
+async def test_full_disk_and_its_end_are_logged_once(services: Services, logged: Logged) -> None:
+    with full_disk():
+        await many(services)
+        await many(services)
+    await many(services)
+    await many(services)
+    begun, over = logged.lines()
+    assert (begun["msg"], begun["levelname"], begun["error"]) == (
+        _NOT_WRITTEN,
+        "ERROR",
+        "No space left on device",
+    )
+    assert over["msg"] == "record of traffic is written again"
 
 
 def test_unusable_record_folder_fails_at_start(tmp_path: Path) -> None:
