@@ -100,10 +100,12 @@ class Housekeeping:
         metrics.set_unserved({pool.config.pool: pool.queue.unserved_by_model() for pool in pools})
         metrics.known_blocks.set(sum(fleet.blocks.count_known() for fleet in fleets))
         metrics.other_routers.set(max(len(fleet.peers) for fleet in fleets))
-        # A pool that never had a replica has no updates.
-        updated = [fleet for fleet in fleets if fleet.members] or fleets[:1]
-        oldest = min(fleet.eligibility.staleness.heard_at for fleet in updated)
-        metrics.state_age.set(self._clock() - oldest)
+        # A pool without replicas has no updates. If no pool has any, a living poller suffices.
+        lost = not any(fleet.pollers for fleet in fleets)
+        due = [fleet for fleet in fleets if fleet.members] or fleets[:lost]
+        now = self._clock()
+        oldest = min((fleet.eligibility.staleness.heard_at for fleet in due), default=now)
+        metrics.state_age.set(now - oldest)
         metrics.loop_delay.set(self._delays.loop_delay_s.value)
 
     def _title(self, replica: str) -> str:

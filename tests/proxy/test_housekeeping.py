@@ -77,6 +77,20 @@ async def test_sleeping_replica_is_not_counted_as_healthy() -> None:
     assert samples(services.metrics.replicas) == counts
 
 
+@pytest.mark.parametrize(("pollers", "age_s"), [({"a:1": ()}, 0.0), ({}, 60.0), (None, 60.0)])
+async def test_state_of_a_pool_without_replicas_ages_only_without_pollers(
+    pollers: dict[str, tuple[str, ...]] | None, age_s: float
+) -> None:
+    clock = ManualClock(1000.0)
+    services = build(config_of(), CollectorRegistry(), clock, clock)
+    put_replicas(services, 1)
+    services.fleet.remove(replica(1))
+    services.fleet.pollers = pollers
+    clock.advance(60.0)
+    await one_pass(services)
+    assert samples(services.metrics.state_age) == {(): age_s}
+
+
 async def test_requests_in_flight_are_counted_at_the_time_of_the_scrape() -> None:
     services = router_of(config_of())
     put_replicas(services, 1)
