@@ -230,6 +230,21 @@ def test_named_gateway_may_ask_routers() -> None:
     assert "Service-extproc-router-pods" not in objects  # only the chart's Envoy needs it
 
 
+def test_nobody_reads_metrics_if_no_peer_monitors() -> None:
+    objects = manifests(networkPolicy={"monitoring": []})
+    policies = [item for item in objects if item["kind"] == "NetworkPolicy"]
+    assert [fault for item in policies for fault in faults(item)] == []
+    rules = {item["metadata"]["name"]: item["spec"].get("ingress") or () for item in policies}
+    open_to_all = {
+        (name, port["port"])
+        for name, ingress in rules.items()
+        for rule in ingress
+        if "from" not in rule
+        for port in rule["ports"]
+    }
+    assert open_to_all == {("extproc-envoy", 8080)}
+
+
 def test_shipped_inference_pool_fits_the_chart() -> None:
     text = (chart.ROOT / "docs" / "inference_pool.yaml").read_text(encoding="utf-8")
     pool, route = yaml.load_all(text, yaml.CSafeLoader)

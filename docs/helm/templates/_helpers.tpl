@@ -130,7 +130,7 @@ kind: PodDisruptionBudget
 spec: {maxUnavailable: 1, unhealthyPodEvictionPolicy: AlwaysAllow, selector: {matchLabels: {{ include "extproc.selector" . }}}}
 {{- end }}
 
-{{- /* Who may reach a part: (list . (list (dict "port" 1 "from" PEERS) …) "part"); without PEERS everybody may. */ -}}
+{{- /* Who may reach a part: (list . (list (dict "port" 1 "from" PEERS) …) "part"); without "from" everybody may. */ -}}
 {{- define "extproc.policy" -}}
 {{- if (first .).Values.networkPolicy.enabled -}}
 ---
@@ -139,13 +139,13 @@ kind: NetworkPolicy
 {{ include "extproc.metadata" (list (first .) (last .)) }}
 spec:
   podSelector: {matchLabels: {{ include "extproc.selector" (list (first .) (last .)) }}}
-  ingress:
+  {{- $rules := list }}
   {{- range index . 1 }}
-  - ports: [{port: {{ .port }}}]
-    {{- with .from }}
-    from: {{ toJson . }}
-    {{- end }}
+  {{- if or .from (not (hasKey . "from")) }}
+  {{- $rules = append $rules (merge (dict "ports" (list (dict "port" .port))) (pick . "from")) }}
   {{- end }}
+  {{- end }}
+  ingress: {{- toYaml $rules | nindent 4 }}
 {{- end }}
 {{- end }}
 
