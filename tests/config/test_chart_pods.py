@@ -1,15 +1,17 @@
 """Pods of the Helm chart: their options, restarts and ends."""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import yaml
 from aiohttp import web
 
 from extproc.lab.harness.processes import free_port
-from tests.config.chart import Manifest, by_title, container, manifests
+from tests.config.chart import ROOT, Manifest, by_title, container, manifests, pod
 from tests.envoy.test_envoy import around_the_fragment, running
 from tests.poll.replica import serving
 
@@ -39,6 +41,16 @@ def test_variables_of_the_user_precede_those_that_refer_to_them() -> None:
     env = container(objects["Deployment-extproc-router"])["env"]
     assert env[:2] == [password, url]
     assert len(env) == len({item["name"] for item in env})
+
+
+def test_pod_of_helm_test_has_the_documented_file_of_replicas() -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    found = re.search(r"^# values of the chart\n(replicas: \[\]\n.*?)^```", page, re.M | re.S)
+    assert found
+    objects = by_title(manifests(**yaml.safe_load(found[1])))
+    for spec in (objects["Pod-extproc-test"]["spec"], pod(objects["Deployment-extproc-poller"])):
+        (only,) = spec["containers"]
+        assert "/etc/replicas" in {item["mountPath"] for item in only["volumeMounts"]}
 
 
 def test_pod_of_helm_test_has_the_options_of_all_pods() -> None:
