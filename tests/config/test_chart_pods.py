@@ -53,6 +53,18 @@ def test_pod_of_helm_test_has_the_documented_file_of_replicas() -> None:
         assert "/etc/replicas" in {item["mountPath"] for item in only["volumeMounts"]}
 
 
+def test_pod_of_helm_test_has_the_files_and_variables_of_routers() -> None:
+    options: dict[str, Any] = {
+        "env": [{"name": "A", "value": "b"}],
+        "volumes": [{"name": "tokenizers", "emptyDir": {}}],
+        "volumeMounts": [{"name": "tokenizers", "mountPath": "/tokenizers"}],
+    }
+    tested = by_title(manifests(router=options))["Pod-extproc-test"]["spec"]
+    given = {"volumes": tested["volumes"], **tested["containers"][0]}
+    for name, values in options.items():
+        assert values[0] in given[name]
+
+
 def test_pod_of_helm_test_has_the_options_of_all_pods() -> None:
     options = {
         "tolerations": [{"key": "gateway", "operator": "Exists"}],

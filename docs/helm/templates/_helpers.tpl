@@ -39,10 +39,11 @@ imagePullPolicy: {{ .pullPolicy }}
 securityContext: {readOnlyRootFilesystem: true, allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
 {{- end }}
 
-{{- /* Options of a part's pods: those of `pods`, then the part's own. Lists are joined. */ -}}
+{{- /* Options of a part's pods: those of `pods`, then the part's own. Lists are joined. The pod of `helm test` checks the
+configuration with the files and variables of a router. */ -}}
 {{- define "extproc.options" -}}
 {{- $all := (first .).Values.pods -}}
-{{- $own := get (first .).Values (last .) | default dict -}}
+{{- $own := get (first .).Values (last . | replace "test" "router") | default dict -}}
 {{- $made := dict "priorityClassName" ($own.priorityClassName | default $all.priorityClassName | default "") -}}
 {{- range list "env" "volumes" "volumeMounts" "tolerations" -}}
 {{- $_ := set $made . (concat (get $all . | default list) (get $own . | default list) | default list) -}}
