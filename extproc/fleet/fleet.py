@@ -133,19 +133,18 @@ class Fleet:
         frozen = self.eligibility.polled(state, age, idle, prefilled_sent_at)
         self.blocks.polled(state)
         fell = state.steps < self._replicas.polled_steps[row]
+        if state.started_at and before.started_at:
+            restarted = state.started_at != before.started_at
+        else:
+            restarted = fell and state.scraped_at >= before.scraped_at
         # A late poller, or a push during a snapshot, may bring an older state of the same process.
-        is_older = fell and (
-            state.started_at == before.started_at
-            if state.started_at and before.started_at
-            else state.scraped_at < before.scraped_at
-        )
+        is_older = fell and not restarted
+        is_new = not (frozen or is_older or state.scraped_at == before.scraped_at)
+        restarted &= is_new
         self.members.by_row[row] = state
         if before.models != state.models:
             gone = (model for model in before.models if model not in state.models)
             self.members.models_departed(dict.fromkeys(gone, now))
-        is_repeated = state.scraped_at == before.scraped_at
-        ignored = frozen or is_repeated or is_older or not state.healthy or state.unanswered_s > 0.0
-        restarted = not ignored and (fell or before.started_at not in (0.0, state.started_at))
         if state.measured:
             self._unmeasured.pop(row, None)
         elif restarted:
@@ -155,14 +154,15 @@ class Fleet:
         if frozen:
             self._replicas.sampled_at[row] = -inf  # drops the external load, as after a stale poll
             self._progress.invalidate()
-        if ignored:
-            return
         if restarted:
             self._reconciliation.restarted(row, state.steps)
             self.adapters.clear(row)
-        if restarted or state.asleep > before.asleep:  # vLLM discards the cache before it sleeps
+        # vLLM discards the cache before it sleeps.
+        if restarted or (is_new and state.asleep > before.asleep):
             self._prefixes.clear(row)
             self.prompt_log.emptied(state.id)
+        if not is_new or not state.healthy or state.unanswered_s > 0.0:
+            return  # the figures are old, or their time is not known
         self._prefixes.polled(row, state)
         self._progress.corrected(row, self._reconciliation.polled(row, state, asked_at, now))
         self.adapters.polled(row, state, asked_at, now)  # forecasts from the corrected requests

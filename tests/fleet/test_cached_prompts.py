@@ -93,7 +93,11 @@ def test_peers_learn_the_replica_of_a_retried_prompt(fleet: Fleet, clock: Manual
     assert np.all(other.prefix_hits(prefix, other.view(MODEL)).expected > 0)
 
 
-@pytest.mark.parametrize("after", [{"steps": 1}, {"asleep": True}], ids=["restart", "sleep"])
+@pytest.mark.parametrize(
+    "after",
+    [{"steps": 1}, {"asleep": True}, {"asleep": True, "healthy": False}],
+    ids=["restart", "sleep", "sleep, not ready"],
+)
 def test_prompts_from_before_a_cache_was_lost_count_for_no_router(
     fleet: Fleet, clock: ManualClock, after: dict[str, float]
 ) -> None:
@@ -101,7 +105,7 @@ def test_prompts_from_before_a_cache_was_lost_count_for_no_router(
     fleet.put(state(1, H100, clock, steps=100))
     fleet.dispatch(replica(1), request(prefix))
     batches = [fleet.prompt_log.take()]
-    for figures in (after, after, after | {"asleep": False}):
+    for figures in (after, after, after | {"asleep": False, "healthy": True}):
         clock.advance(1)
         fleet.put(state(1, H100, clock, **({"steps": 100} | figures)))
         batches.append(fleet.prompt_log.take())

@@ -294,11 +294,23 @@ def test_restart_of_a_replica_restarts_only_its_step_count(
     assert 100 < there < 120
 
 
+def test_polls_count_after_a_restart_that_is_known_before_the_replica_is_ready(
+    fleet: Fleet, clock: ManualClock
+) -> None:
+    """A container restarts: its engine answers scrapes before Kubernetes says that it is ready."""
+    fleet.put(state(1, A10, clock, steps=1e6, started_at=1e9))
+    fleet.put(state(1, A10, clock, started_at=2e9, healthy=False))
+    for _ in range(2):
+        clock.advance(0.2)
+        fleet.put(state(1, A10, clock, started_at=2e9, running=3))
+    assert fleet.view(MODEL).requests[0] == 3
+
+
 def test_failed_scrape_is_no_restart(fleet: Fleet, clock: ManualClock) -> None:
     fleet.put(state(1, A10, clock, steps=1e6))
     fleet.dispatch(replica(1), chat(100, 10_000))
     clock.advance(1.0)
-    fleet.put(state(1, A10, clock, healthy=False))
+    fleet.put(state(1, A10, clock, healthy=False, scraped_at=0.0))
     fleet.put(state(1, A10, clock, steps=1e6 + 30, running=1))
     assert context(fleet) == pytest.approx(130, abs=10)
 
