@@ -59,7 +59,7 @@ class Target:
 class Discovery:
     """Looks up the replicas of all sources; a source whose lookup fails keeps its last replicas.
 
-    An address that DNS no longer names stays a target while its replica answers scrapes. Once
+    An address that DNS no longer names stays a target while ``stays(address)`` is True. Once
     unnamed for ``_UNNAMED_S``, the replica is drained.
     """
 
@@ -71,7 +71,7 @@ class Discovery:
         resolve: Resolve = resolve_host,
         drains: Drains | None = None,
         random: Random | None = None,
-        answers: Callable[[str], bool] = lambda _: False,  # True: this replica answers scrapes
+        stays: Callable[[str], bool] = lambda _: False,
         clock: Clock = monotonic,
     ) -> None:
         self._sources = tuple(sources)
@@ -81,7 +81,7 @@ class Discovery:
         self._drains = drains or Drains()
         self._timeout_s = timeout_s
         self._random = random or Random()
-        self._answers = answers
+        self._stays = stays
         self._clock = clock
         self._named_at: dict[ReplicaSource, dict[str, float]] = {}  # results of ``_named``
         self._watches: dict[KubernetesPods, KubernetesWatch] = {}
@@ -145,8 +145,8 @@ class Discovery:
         addresses = self._hosts[host].addresses
         named = [join_address(ip, port) for ip in (addresses if source.dns else addresses[:1])]
         before = self._named_at.get(source, {}) if source.dns or not named else {}
-        stay = {id_: at for id_, at in before.items() if self._answers(id_)}
-        return {**stay, **dict.fromkeys(named, self._clock())}
+        staying = {id_: at for id_, at in before.items() if self._stays(id_)}
+        return {**staying, **dict.fromkeys(named, self._clock())}
 
     def _follow(self, sources: set[KubernetesPods]) -> None:
         for gone in self._watches.keys() - sources:

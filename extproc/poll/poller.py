@@ -14,6 +14,7 @@ from extproc.poll.destination import Destination
 from extproc.poll.discovery import RESOLVE_S, Discovery, Target
 from extproc.poll.replica import PollContext, PolledReplica
 from extproc.poll.scrape import PollMetrics, open_session
+from extproc.replica_state import STALE_AFTER_S
 from extproc.share.assignment import BEAT_S
 
 log = logging.getLogger(__name__)
@@ -28,13 +29,14 @@ class Poller:
         self._into = into
         self._context = partial(PollContext, config, into, metrics, random)
         self._give_up_s = config.poll.give_up_s
+        self._hung_s = config.serve.hung_s
         self._discovery = Discovery(
             config.replicas,
             config.replicas_file,
             RESOLVE_S,
             drains=into.drains,
             random=random,
-            answers=lambda id_: id_ in self._polled and self._polled[id_].state.healthy,
+            stays=self._stays,
         )
         self.unlisted = self._discovery.unlisted
         self._targets: dict[str, Target] = {}
@@ -64,6 +66,14 @@ class Poller:
                         await asyncio.sleep(BEAT_S)
         finally:
             self._discovery.stop()
+
+    def _stays(self, replica: str) -> bool:
+        """Returns True if a replica stays although DNS no longer names its address: the replica
+        answers scrapes, or it hangs and routers will end its requests soon."""
+        if (polled := self._polled.get(replica)) is None:
+            return False
+        hangs = 0.0 < polled.state.unanswered_s < self._hung_s + STALE_AFTER_S
+        return polled.state.healthy or hangs
 
     async def _rediscover(self) -> None:
         while True:

@@ -64,7 +64,7 @@ class DnsPool:
         self.discovery = discovery(
             ReplicaSource.model_validate(source or {"dns": "vllm:80"}),
             names=self.names,
-            answers=lambda id_: id_ not in self.dead,
+            stays=lambda id_: id_ not in self.dead,
             clock=self.clock,
         )
 
@@ -167,7 +167,7 @@ async def test_address_named_by_two_sources_counts_once() -> None:
 async def test_address_that_moves_to_another_source_does_not_drain() -> None:
     names, clock = Names(a=["10.0.0.1", "10.0.0.2"], b=["10.0.0.3"]), ManualClock()
     sources = [ReplicaSource(dns="a:80", name="a"), ReplicaSource(dns="b:80", name="b")]
-    found = discovery(*sources, names=names, answers=lambda _: True, clock=clock)
+    found = discovery(*sources, names=names, stays=lambda _: True, clock=clock)
     await found.targets()
     names.zone = {"a": ["10.0.0.1"], "b": ["10.0.0.2", "10.0.0.3"]}
     clock.advance(60.0)

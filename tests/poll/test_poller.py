@@ -6,7 +6,7 @@ import signal
 import socket
 from collections.abc import Mapping
 from functools import partial
-from itertools import cycle
+from itertools import count
 from math import inf
 from pathlib import Path
 from random import Random
@@ -319,20 +319,48 @@ async def test_replica_that_left_publishes_no_answer_that_comes_at_that_moment(
     assert not states
 
 
-async def test_replica_that_dns_names_at_times_stays_while_it_answers(
-    redis_server: RedisServer, replica: ScriptedReplica, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers_of_dns, answer = cycle(["127.0.0.1", "127.0.0.2"]), socket.getaddrinfo
+@pytest.fixture
+def dns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Addresses of the host ``vllm``: each answer names one of them, in turn."""
+    answer, addresses, turns = socket.getaddrinfo, ["127.0.0.1"], count()
 
     def getaddrinfo(host: str, *args: Any, **more: Any) -> Any:
-        return answer(next(answers_of_dns) if host == "vllm" else host, *args, **more)
+        if host == "vllm":
+            host = addresses[next(turns) % len(addresses)]
+        return answer(host, *args, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    return addresses
+
+
+async def test_replica_that_dns_names_at_times_stays_while_it_answers(
+    redis_server: RedisServer, replica: ScriptedReplica, dns: list[str]
+) -> None:
+    dns.append("127.0.0.2")
     other = f"127.0.0.2:{replica.port}"  # no process listens
     async with watching(config(redis_server, replicas=[{"dns": f"vllm:{replica.port}"}])) as router:
         await router.until(lambda _: router.removed.count(other) == 2)
         assert {*router.removed} == {other}
         await replica.stop()
+        await router.until(lambda _: replica.id in router.removed)
+
+
+async def test_replica_that_hangs_and_that_dns_drops_stays_until_routers_end_its_requests(
+    redis_server: RedisServer,
+    replica: ScriptedReplica,
+    dns: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("extproc.poll.poller.STALE_AFTER_S", 0.5)
+    sources, hung_s = [{"dns": f"vllm:{replica.port}"}], 4.0
+    settings = config(
+        redis_server, replicas=sources, poll={"timeout_s": 0.5}, serve={"hung_s": hung_s}
+    )
+    async with watching(settings) as router:
+        await router.replica(replica, healthy=True)
+        replica.answers |= {"/metrics": hang, "/health": hang}
+        dns[:] = ["127.0.0.2"]
+        await router.replica(replica, lambda state: state.unanswered_s > hung_s)
         await router.until(lambda _: replica.id in router.removed)
 
 
