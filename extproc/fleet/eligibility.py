@@ -317,8 +317,8 @@ class Eligibility:
             return member.ejection.active(now) if response_visible else member.ejection.pending
 
         return (
-            (reasons.ASLEEP, lambda member: "its engine sleeps" if member.state.asleep else ""),
             (reasons.UNHEALTHY, lambda member: member.unhealthy(now)),
+            (reasons.ASLEEP, lambda member: "its engine sleeps" if member.state.asleep else ""),
             (
                 other,
                 lambda member: "" if self._serves(model, member) else f"does not serve {model!r}",

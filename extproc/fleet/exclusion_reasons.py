@@ -25,17 +25,17 @@ class Reason:
     covers_all: bool = False  # True: may exclude every replica
 
 
-ASLEEP = Reason(
-    "asleep",
-    "a poll: the engine sleeps | a poll: the engine is awake | no limit | none | all",
-    covers_all=True,
-)
 UNHEALTHY = Reason(
     "unhealthy",
     "a failed scrape, or two scrapes in a row without an answer | a scrape that succeeds. An "
     f"answer to a request of this router clears the reason for {STALE_AFTER_S:g} s | no limit | "
     f"one every {TRIAL_S:g} s, if no other replica is usable and this replica accepts connections "
     "| all",
+    covers_all=True,
+)
+ASLEEP = Reason(
+    "asleep",
+    "a poll: the engine sleeps | a poll: the engine is awake | no limit | none | all",
     covers_all=True,
 )
 OTHER_MODEL = Reason(
@@ -75,4 +75,4 @@ NEW = Reason(
     f"two of work | no limit | {AT_FIRST} at once; each request that ends raises this limit by one "
     "| all but one",
 )
-REASONS = ASLEEP, UNHEALTHY, OTHER_MODEL, STALLED, FAILING, FULL, DRAINING, NEW
+REASONS = UNHEALTHY, ASLEEP, OTHER_MODEL, STALLED, FAILING, FULL, DRAINING, NEW

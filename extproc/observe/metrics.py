@@ -148,8 +148,8 @@ class RouterMetrics:
         )
         self.excluded = gauge(
             "extproc_replica_excluded",
-            "1 for each replica that gets no requests of any model, by the first reason: asleep, "
-            "unhealthy (stalled if the replica is silent), stalled, failing, full or draining.",
+            "1 for each replica that gets no requests of any model, by the first reason: unhealthy "
+            "(stalled if the replica is silent), asleep, stalled, failing, full or draining.",
             ["replica", "reason"],
         )
         self.frozen = gauge(

@@ -16,6 +16,7 @@ A10 = "llama-8b-a10"
     ("figures", "reason"),
     [
         ({"healthy": False, "problem": "cannot connect"}, "unhealthy"),
+        ({"healthy": False, "problem": "cannot connect", "asleep": True}, "unhealthy"),
         ({"unanswered_s": 2.0}, "stalled"),
         ({"unanswered_s": 9.0, "healthy": False, "problem": "hangs"}, "stalled"),
         ({"asleep": True}, "asleep"),
