@@ -142,6 +142,12 @@ class Eligibility:
         if member is not None and member.new:
             member.ended += 1
 
+    def restarted(self, replica: str) -> None:
+        """Begins slow start anew: the speed of the replica's new process is not known yet."""
+        member = self.conditions[replica]
+        member.new, member.ended = None, 0
+        self._set_new(member)
+
     def forget(self, replica: str) -> None:
         self.conditions.pop(replica, None)
         self.rejecting.discard(replica)
@@ -344,8 +350,8 @@ class Eligibility:
             self._changed |= member.check_stall(name in stale, now)
 
     def _set_new(self, member: Condition) -> None:
-        """Begins slow start when a member is first healthy, if another member is measured. Ends
-        slow start when the member itself is measured."""
+        """Begins slow start when a new process is first healthy, if another member is measured.
+        Ends slow start when the member itself is measured."""
         was_new = member.new
         if member.state.measured:
             member.new = False

@@ -155,6 +155,7 @@ class Fleet:
             self._replicas.sampled_at[row] = -inf  # drops the external load, as after a stale poll
             self._progress.invalidate()
         if restarted:
+            self.eligibility.restarted(state.id)
             self._reconciliation.restarted(row, state.steps)
             self.adapters.clear(row)
         # vLLM discards the cache before it sleeps.

@@ -81,6 +81,15 @@ def test_measured_replica_has_no_limit(clock: ManualClock) -> None:
     assert NEW in fleet.view(MODEL).ids
 
 
+def test_restarted_replica_gets_four_requests_at_first(clock: ManualClock) -> None:
+    fleet = joined(clock, H100)
+    fleet.put(state(3, H100, clock, steps=100, measured=True))
+    fleet.put(state(3, H100, clock, steps=1, measured=False))
+    for _ in range(4):
+        fleet.dispatch(NEW, chat(10, 10))
+    assert NEW not in fleet.view(MODEL).ids
+
+
 def test_external_load_counts_towards_the_limit(clock: ManualClock) -> None:
     fleet = joined(clock, H100)
     for _ in range(2):
