@@ -103,6 +103,12 @@ class Condition:
             return ""
         return self.state.problem or "not healthy"
 
+    def not_ready(self) -> str:
+        """Returns the problem of a replica that is not healthy although its scrapes succeed:
+        Kubernetes says that it is not ready."""
+        scraped = self.state.scraped_at > 0.0 and self.scraped_at > self.unhealthy_at
+        return self.state.problem if scraped else ""
+
     def hung_or_stalled(self, now: float, trials: bool) -> str:
         """Returns why the replica counts as hung or stalled, or an empty string.
 

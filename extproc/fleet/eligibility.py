@@ -332,6 +332,7 @@ class Eligibility:
             (reasons.STALLED, lambda member: member.hung_or_stalled(now, trials)),
             (reasons.FAILING, lambda member: _FAILING if ejected(member) else ""),
             (reasons.FULL, lambda member: member.full(now)),
+            (replace(reasons.UNHEALTHY, covers_all=False), Condition.not_ready),
             # Last: if no other member is left, a draining member serves rather than an ejected one.
             (reasons.DRAINING, lambda member: "draining" if member.state.draining else ""),
         )

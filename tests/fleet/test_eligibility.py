@@ -411,6 +411,20 @@ def test_unhealthy_replica_is_used_while_it_answers_this_router(
     assert ids(fleet) == [replica(1)], "a trial"
 
 
+def test_answering_replica_that_is_not_ready_is_used_only_if_no_other_is(
+    fleet: Fleet, clock: ManualClock, put: Put
+) -> None:
+    for seconds in (0.0, 2.0):
+        clock.advance(seconds)
+        put(1, healthy=False, problem="not ready, says Kubernetes")
+        put(2)
+    fleet.eligibility.response_seen(replica(1))
+    assert excluded(fleet) == {replica(1): "not ready, says Kubernetes"}
+    assert reasons_of(fleet) == {replica(1): "unhealthy"}
+    fleet.remove(replica(2))
+    assert ids(fleet) == [replica(1)]
+
+
 @pytest.mark.parametrize("model", [MODEL, ""])
 def test_each_unhealthy_replica_is_tried_every_five_seconds_if_none_is_usable(
     fleet: Fleet, clock: ManualClock, put: Put, model: str
