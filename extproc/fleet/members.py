@@ -150,5 +150,4 @@ class Staleness:
         replicas were updated all that time."""
         if self.heard_at - self._since < after:
             return []
-        now = max(self._updated_at.values(), default=0.0)
-        return [name for name, at in self._updated_at.items() if now - at > after]
+        return [name for name, at in self._updated_at.items() if self.heard_at - at > after]
