@@ -176,10 +176,10 @@ def _is_replaceable(replica: PoolReplica, replicas: Sequence[PoolReplica]) -> bo
 async def _until_empty(states: StateReader, replica: PoolReplica, seconds: float) -> str:
     """Wait up to ``seconds`` until the replica shows no requests; return the line to print."""
     started = monotonic()
-    empty: set[float] = set()  # times of scrapes
+    empty: set[float] = set()  # times of scrapes; a failed scrape leaves the last time
     while True:
         state = next(iter((await states.read([replica.id])).states), None)
-        if state and state.draining and state.healthy and not state.running + state.waiting:
+        if state and state.draining and state.scraped_at and not state.running + state.waiting:
             empty.add(state.scraped_at)
         else:
             empty.clear()
@@ -200,7 +200,7 @@ def _still_busy(state: ReplicaState | None) -> str:
     if state is None:
         return "is not polled, so its requests are unknown (does a poller run?)"
     if not state.healthy:
-        return f"does not answer ({state.problem}) and last had {_load(state)}"
+        return f"is unhealthy ({state.problem}) and last had {_load(state)}"
     if not state.draining:
         return "is not draining yet, because no poller applied the drain (does a poller run?)"
     return f"has {_load(state)}"

@@ -4,16 +4,20 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from extproc.cli import main
+from extproc.replica_state import ReplicaState
 from extproc.share.assignment import known_pollers
 from extproc.share.connection import Keys, connect
 from extproc.share.drains import Drains, DrainStore
 from extproc.share.envelope import Skips
+from extproc.share.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
 from tests.poll.polling import PolledView, config, polling, watching
@@ -131,6 +135,21 @@ async def test_drain_waits_until_replica_is_empty(redis_server: RedisServer, run
         )
 
 
+async def test_drained_pod_that_is_not_ready_is_empty_if_its_scrapes_say_so(
+    redis_server: RedisServer, run: Run
+) -> None:
+    pod = ReplicaState(id="10.0.0.1:8000", draining=True, healthy=False, problem="not ready")
+    async with connect(redis_server.url, "default") as redis:
+        writer = StateWriter(redis, "default", ttl_s=10)
+        await writer.put([pod])
+        waiting = asyncio.create_task(run("drain", pod.id, "--wait", "5"))
+        for scrape in count(1):
+            await writer.put([structs.replace(pod, scraped_at=float(scrape))])
+            if (await asyncio.wait([waiting], timeout=0.05))[0]:
+                break
+    assert f"{pod.id} is empty after " in await waiting
+
+
 async def test_sleeping_replica_is_shown_and_replaces_no_other(
     redis_server: RedisServer, run: Run
 ) -> None:
@@ -149,7 +168,7 @@ async def test_drain_wait_names_why_it_cannot_end(redis_server: RedisServer, run
             await drained(run, seen, a)
             await drained(run, seen, dead)
             error = await run("drain", dead.id, "--wait", "0.2", status=1)
-            assert "does not answer (cannot connect: connection refused)" in error
+            assert "is unhealthy (cannot connect: connection refused)" in error
         error = await run("drain", b.id, "--wait", "0.2", status=1)
         assert "no poller applied the drain" in error
         await redis.delete(Keys("default").replica + a.id)
