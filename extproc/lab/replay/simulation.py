@@ -204,7 +204,7 @@ class Simulation(ABC):
                     self._routers.notify(served, RouterNode.first_token)
         for sequence in outcome.finished:
             served = self._requests.pop(sequence.id)
-            if all(sequence.finished is not None for sequence in served.sequences):
+            if not any(other.id in self._requests for other in served.sequences):
                 del self._open[served.number]
                 served.finished = self.clock()
                 self._answer(served, ok=True)

@@ -281,6 +281,12 @@ def test_urgent_requests_are_first_on_replicas_that_serve_them_first() -> None:
     assert by_priority.mean() < 0.5 * fifo.mean()
 
 
+@pytest.mark.parametrize("parts", [{"sequences": 2}, {"sequences": 0, "prompts": 2}])
+def test_sequences_of_a_request_may_end_in_the_same_step(parts: dict[str, int]) -> None:
+    every = [replace(line, **parts) for line in requests(2.0, 10.0)]
+    assert np.isfinite(play(scene_with(every), 0).completion_s).all()
+
+
 def test_equal_halves_of_keys_of_different_prompts_are_replayed() -> None:
     keys = [text_of(np.array(each, np.uint64) << np.uint64(32)) for each in ([1, 2, 3], [4, 1])]
     every = [replace(line, keys=keys[n % 2]) for n, line in enumerate(requests(4.0, 10.0))]
