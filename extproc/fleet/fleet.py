@@ -293,7 +293,7 @@ class Fleet:
         if row is not None:
             self._progress.advance(now)
             cached = self._prefixes.hits(prefix, np.array([row])).cached.item()
-            self._ledger.move(ticket, row, cached)
+            self._ledger.move(ticket, row, now, cached)
             self.adapters.moved(ticket, row, now)
             self._index(row, prefix)
             self.prompt_log.add(replica, prefix)

@@ -106,12 +106,13 @@ class Ledger:
         seconds = max(now - requests.began_at.item(row), 0.0)
         return Generated(min(max(tokens, 0.0), requests.bound.item(row)), seconds)
 
-    def move(self, ticket: Ticket, replica: int, cached: float) -> None:
+    def move(self, ticket: Ticket, replica: int, now: float, cached: float) -> None:
         """Moves a retried request to another replica; ``cached``: prompt tokens cached there."""
         requests, row = self._requests, self._row[ticket]
         self._dequeue(row)
         count(self._replicas, requests, row, -1)
         requests.replica[row] = replica
+        requests.sent_at[row] = now
         requests.steps_before[row] = inf
         requests.until[row] = 0.0
         whole = requests.each.item(row) * max(requests.weight.item(row), 1.0)

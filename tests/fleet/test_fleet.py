@@ -121,6 +121,16 @@ def test_retry_moves_the_request_to_the_replica_that_served_it(pair: Fleet) -> N
     assert pair.in_flight == 0
 
 
+def test_poll_from_before_a_retry_leaves_its_prompt_queued(
+    pair: Fleet, clock: ManualClock
+) -> None:
+    ticket = pair.dispatch(replica(1), chat(20_000, 100))
+    clock.advance(5.0)
+    pair.move(ticket, replica(2))
+    pair.put(state(2, A10, clock), age=0.1)
+    assert pair.view(MODEL).backlog.tolist() == [0, 20_000]
+
+
 def test_request_with_a_least_output_is_expected_to_reach_it(
     fleet: Fleet, clock: ManualClock
 ) -> None:
