@@ -1,6 +1,7 @@
 """Router: predicts when each candidate would finish a request, and lets a policy choose."""
 
 from itertools import count
+from math import inf
 from random import Random
 
 import numpy as np
@@ -265,10 +266,12 @@ class Router:
 
     def learn_first_token(self, forecast: Forecast, replica: str, ttft: float) -> None:
         """Learn from a first token that came ``ttft`` seconds after the decision."""
-        if replica != forecast.replica:
-            return
+        if replica != forecast.replica or forecast.predicted_ttft == inf:
+            return  # infinite: the prompt was estimated too long for the replica
         self.error_quantiles.ttft.observe(forecast.predicted_ttft, ttft)
-        self.fleet.learn_first_token(replica, forecast.predicted_ttft / forecast.usual_step, ttft)
+        if not forecast.profile.fetches:
+            usual_steps = forecast.predicted_ttft / forecast.usual_step
+            self.fleet.learn_first_token(replica, usual_steps, ttft)
         if load := forecast.adapter_load:
             self.fleet.adapters.load_measured(replica, load + ttft - forecast.predicted_ttft)
         if (steps_s := forecast.first_step_s) is not None:

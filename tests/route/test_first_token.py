@@ -7,7 +7,7 @@ import pytest
 
 from extproc.request.profile import RequestProfile
 from extproc.route.router import Router
-from tests.fakes import A10, ManualClock, chat, decided, fleet_of, replica
+from tests.fakes import A10, MODEL, ManualClock, chat, decided, fleet_of, replica, state
 
 LATE_S = 0.03
 
@@ -42,3 +42,17 @@ def test_requests_delayed_by_other_causes_teach_no_delay(router: Router) -> None
         router.fleet.dispatch(replica(number), chat(20_000, 50))
     answer(router, request, 30, by_steps)
     assert router.fleet.first_tokens.outside_steps == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "request_", [replace(chat(500, 50), fetches=True), chat(2000, 50)], ids=["image", "too long"]
+)
+def test_first_token_that_no_step_time_explains_teaches_no_speed(request_: RequestProfile) -> None:
+    """By its estimated tokens, the long prompt does not fit into the first replica."""
+    clock = ManualClock()
+    fleet = fleet_of(clock)
+    for number, context in ((1, 1000), (2, 65_536)):
+        fleet.put(state(number, A10, clock, measured=False, max_model_len=context))
+    before = fleet.view(MODEL).c_prefill.tolist()
+    answer(Router(fleet, "round_robin", Random(0)), request_, 2, 3.0)
+    assert fleet.view(MODEL).c_prefill[0] == before[0]
