@@ -6,8 +6,8 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
   expected wait included, is earlier than on every replica that could start it now. There are two
   exceptions. A request may stay with its session or with the response that it continues. In the
   first 30 s a request may wait to spare others of at least its priority: it passes over a replica
-  on which they would lose more than on the replica that it waits for, by at least four times what
-  the request gains. On an idle replica nobody loses anything. The expected wait counts the requests
+  on which they would lose more than on the replica that it waits for, by at least twice what the
+  request gains. On an idle replica nobody loses anything. The expected wait counts the requests
   queued ahead at this router, and as many at each other router, if so many are queued there. A
   replica can start a request if the replica has room (:mod:`extproc.route.room`) and is not
   reserved (:meth:`~extproc.route.backlog.Backlog.reserves`). The request is decided anew when the

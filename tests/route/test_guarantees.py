@@ -270,7 +270,7 @@ def check_no_idle_waiting(pool: SharedReplicas) -> None:
         lost = decision.situation.lost_by_its_rank
         lost = (lost - lost[first])[starts]
         spares = decision.situation.waited < 30.0
-        assert not ((gain >= 0.0) & ~(spares & (lost >= 4.0 * gain))).any()
+        assert not ((gain >= 0.0) & ~(spares & (lost >= 2.0 * gain))).any()
         assert entry.retry_at > pool.clock() - 2 * STEP_S
         could_start_s = pool.clock() - at.could_start_since.get(entry, inf)
         assert could_start_s < SETTLED_S or starts.any()
