@@ -20,11 +20,12 @@ Ticket = NewType("Ticket", int)  # a request's place in the ledger, from dispatc
 class Generated(NamedTuple):
     """Output of a request so far, by the steps that its replica has made since the first token.
 
-    Tokens and seconds are 0 if there was no first token, or no recent poll counted the steps.
+    All are 0 if there was no first token, or no recent poll counted the steps.
     """
 
     tokens: float  # of each sequence
     seconds: float  # since the first token
+    counted: float  # those of ``tokens`` that the last poll counted
 
 
 class Ledger:
@@ -101,10 +102,13 @@ class Ledger:
         requests, replicas, row = self._requests, self._replicas, self._row[ticket]
         on, before = requests.replica.item(row), requests.steps_before.item(row)
         if before == inf or not 0.0 <= now - replicas.sampled_at.item(on) <= LATE_S:
-            return Generated(0.0, 0.0)
-        tokens = (replicas.steps.item(on) - before) * replicas.tokens_per_step.item(on)
-        seconds = max(now - requests.began_at.item(row), 0.0)
-        return Generated(min(max(tokens, 0.0), requests.bound.item(row)), seconds)
+            return Generated(0.0, 0.0, 0.0)
+        per_step, bound = replicas.tokens_per_step.item(on), requests.bound.item(row)
+        tokens, counted = (
+            min(max((steps.item(on) - before) * per_step, 0.0), bound)
+            for steps in (replicas.steps, replicas.polled_steps)
+        )
+        return Generated(tokens, max(now - requests.began_at.item(row), 0.0), counted)
 
     def move(self, ticket: Ticket, replica: int, now: float, cached: float) -> None:
         """Moves a retried request to another replica; ``cached``: prompt tokens cached there."""

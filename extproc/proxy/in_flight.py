@@ -134,7 +134,8 @@ class InFlight:
         usage = None
         if self._usage is not None and complete:
             server = services.fleet.members.get(self.served_by)
-            usage = self._usage.usage(server.tokens_per_step if server else 1.0)
+            per_step = server.tokens_per_step if server else 1.0
+            usage = self._usage.usage(per_step, generated.counted, generated.tokens)
         if usage is not None:
             self._learn(usage, seconds)
         # Not in observability mode: there Envoy closes streams late (deferred_close_timeout).

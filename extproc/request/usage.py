@@ -76,16 +76,27 @@ class UsageReader:
                 self._carry = window[at:]
             at = window.find(_USAGE, begin)
 
-    def usage(self, tokens_per_event: float = 1.0) -> ReportedUsage | None:
+    def usage(
+        self, tokens_per_event: float = 1.0, counted: float = 0.0, stepped: float = 0.0
+    ) -> ReportedUsage | None:
         """Return the usage read so far; None: the response had neither a usage figure nor a
-        streamed event. ``tokens_per_event``: of each streamed event except the first."""
+        streamed event.
+
+        Args:
+            tokens_per_event: tokens of each streamed event except the first. An event may have
+                more, because vLLM joins the tokens that its server has not sent yet.
+            counted: tokens by the steps of the replica until its last poll.
+            stepped: tokens by all its steps. They count if the events have less than ``counted``.
+        """
         counts = self._counts
         events = max(0, counts[_DELTA] - counts[_ROLE]) or counts[_TEXT] or counts[_IDS]
         prompt, completion = map(self._reported.get, ("prompt", "completion"))
         if prompt is None and completion is None and not events:
             return None
-        counted = min(events, 1) + round(max(events - 1, 0) * tokens_per_event)
-        return ReportedUsage(prompt, completion or counted, self._reported.get("cached"))
+        tokens = 1 + round((events - 1) * tokens_per_event) if events else 0
+        if events and tokens < counted:
+            tokens = round(stepped)
+        return ReportedUsage(prompt, completion or tokens, self._reported.get("cached"))
 
     def _read(self, value: bytes) -> bool:
         """Read the usage object at the beginning of ``value``; return False if the object may go on

@@ -334,6 +334,38 @@ async def test_events_without_usage_count_as_the_tokens_of_a_step(
     assert record.outcome.output_tokens == 1 + 4 * 3
 
 
+async def test_steps_count_where_events_have_the_tokens_of_several(
+    stream: Stream, services: Services, clock: ManualClock
+) -> None:
+    """vLLM does so if its server is busy, or with ``--stream-interval``."""
+    put_replicas(services, steps=0.0)
+    first, _ = destination(await stream.ask(STREAMED, headers=NAMED))
+    await stream.response_headers(upstream=first, content_type=EVENTS)
+    await stream.response_body(TOKEN, False)
+    clock.advance(1.0)
+    put_replicas(services, running=1, steps=20.0)
+    await stream.response_body(TOKEN)
+    await stream.end()
+    (record,) = services.log.of_request("one")
+    assert record.outcome.output_tokens == 1 + 20
+
+
+async def test_predicted_steps_do_not_count_beyond_the_events(
+    stream: Stream, services: Services, clock: ManualClock
+) -> None:
+    put_replicas(services, steps=0.0)
+    first, _ = destination(await stream.ask(STREAMED, headers=NAMED))
+    await stream.response_headers(upstream=first, content_type=EVENTS)
+    await stream.response_body(TOKEN, False)
+    clock.advance(0.1)
+    put_replicas(services, running=1, steps=1.0)
+    clock.advance(0.2)
+    await stream.response_body(TOKEN)
+    await stream.end()
+    (record,) = services.log.of_request("one")
+    assert record.outcome.output_tokens == 2
+
+
 async def test_stream_without_usage_teaches_completion_error(
     envoy: EnvoySide, services: Services, clock: ManualClock
 ) -> None:
