@@ -3,7 +3,7 @@
 Envoy calls the mechanisms health checks, outlier detection, panic threshold and slow start.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -38,7 +38,7 @@ class Eligibility:
 
     def __init__(self, clock: Clock, names: ModelNames, rows: Mapping[str, int]) -> None:
         self.staleness = Staleness(clock())
-        self._any_new = False
+        self._any_new = self._any_stalled = False
         self.rejecting = set[str]()
         """Replicas whose last answer was from 400 to 499: the last choices for a retry."""
         self._clock = clock
@@ -195,6 +195,14 @@ class Eligibility:
         chosen, everywhere = self._of(view.ids, why, model), view.candidates.everywhere
         return replace(chosen, excluded=view.excluded + chosen.excluded, everywhere=everywhere)
 
+    def on_trial(self, candidates: Sequence[str]) -> list[bool]:
+        """Returns for each candidate whether it is stalled and due for a trial. The list is empty
+        if no member is stalled, or if all candidates are."""
+        if not self._any_stalled:
+            return []
+        stalled = [bool(self.conditions[name].stalled) for name in candidates]
+        return [] if all(stalled) else stalled
+
     def all_members(self) -> Candidates:
         """Returns all members as candidates; ``excluded`` also lists those that get no requests."""
         ids, found = sorted(self._rows, key=self._rows.__getitem__), self.exclusions()
@@ -349,6 +357,7 @@ class Eligibility:
         stale = set(self.staleness.stale(STALE_AFTER_S))
         for name, member in self.conditions.items():
             self._changed |= member.check_stall(name in stale, now)
+        self._any_stalled = any(member.stalled for member in self.conditions.values())
 
     def _set_new(self, member: Condition) -> None:
         """Begins slow start when a new process is first healthy, if another member is measured.

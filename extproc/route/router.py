@@ -153,6 +153,7 @@ class Router:
             return
         wait, optional = room or RoomWait(np.zeros(len(view)), np.zeros(len(view), dtype=bool))
         wait *= self.fleet.reports_capacity(view.rows)
+        wait[self.fleet.eligibility.on_trial(view.ids)] = 0.0  # nothing may ever end there
         if backlog:
             if place is None:
                 best, profile = int(prediction.completion.argmin()), situation.profile

@@ -587,6 +587,19 @@ def test_session_waits_for_no_replica_that_gets_no_requests(figures: dict[str, b
     assert system.running["bound-2"][0] == replica(3)
 
 
+def test_no_request_waits_for_a_stalled_replica() -> None:
+    """A request starts there as a trial, and the next one on another replica."""
+    system = with_session()
+    system.send("first", session="s")
+    for step in range(17):
+        system.clock.advance(1.0)
+        system.poll(1)
+        system.poll(2, steps=step)
+    for name in ("trial", "next"):
+        system.send(name, session="s")
+    assert [where for where, _ in system.running.values()] == [replica(n) for n in (1, 1, 2)]
+
+
 def test_tenant_pays_only_for_its_own_requests_when_its_last_one_starts() -> None:
     system = QueuedRouter(replicas=2)
     for number in (1, 2):
