@@ -123,6 +123,7 @@ class InFlight:
         # A response that was cut off or runs on in the background has no known length.
         succeeded = outcome.status is not None and outcome.status < 400
         succeeded = succeeded and not lost and not profile.in_background
+        succeeded = succeeded and not (self._usage and self._usage.failed)
         # Envoy closes the stream in the same way when a response ends and when a client hangs up:
         # only the last chunk, or trailers, show that the response is complete.
         complete = succeeded and self.response_ended

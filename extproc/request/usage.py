@@ -14,6 +14,9 @@ _PRELUDE = {Endpoint.RESPONSES: 2}
 ``response.in_progress``. All other streams begin with the first token."""
 
 _USAGE = b'"usage":'
+_ERRORS = b'data: {"error":', b"event: error\n"  # the second in Anthropic's API
+"""Beginnings of the event with which vLLM ends a stream that fails after the status 200. Generated
+text contains neither, because JSON escapes quotes and line breaks."""
 _CACHED, _CREATED = "cache_read_input_tokens", "cache_creation_input_tokens"
 _DETAILS = ("prompt_tokens_details", "input_tokens_details")
 _MAX_USAGE = 8_192  # bytes of a usage object; longer objects are ignored
@@ -26,6 +29,7 @@ _TEXT = b'"text":'  # of completions, which have no deltas
 _IDS = b'_ids":['  # of streams with token ids instead of text
 _COUNTED = _DELTA, _ROLE, _TEXT, _IDS
 _OVERLAP = len(_EVENT) - 1
+_CARRIED = max(map(len, (_USAGE, *_ERRORS))) - 1
 
 _decode = json.JSONDecoder().raw_decode
 
@@ -50,6 +54,7 @@ class UsageReader:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.generating = False  # the first token has come
+        self.failed = False  # an event of the stream is an error
         self._prelude = _PRELUDE.get(endpoint, 0)  # events still to come before the first token
         self._carry = b""  # last bytes read: perhaps the beginning of a mark, or of a usage object
         self._reported: dict[str, int] = {}
@@ -62,13 +67,14 @@ class UsageReader:
             self._streamed = not head.startswith((b"{", b"["))
         window = self._carry + chunk
         start = max(0, len(self._carry) - _OVERLAP)
+        self.failed |= any(mark in window for mark in _ERRORS)
         if not self.generating:
             self._prelude -= window.count(_EVENT, start)
-            self.generating = self._prelude <= 0
+            self.generating = self._prelude <= 0 and not self.failed
         if self._streamed:
             for mark in _COUNTED:
                 self._counts[mark] += window.count(mark, start)
-        self._carry = window[1 - len(_USAGE) :]
+        self._carry = window[-_CARRIED:]
         at = window.find(_USAGE)
         while at >= 0:
             begin = at + len(_USAGE)

@@ -320,6 +320,25 @@ async def test_trailers_end_a_response(stream: Stream, services: Services) -> No
     assert (record.outcome.completion_s, record.outcome.output_tokens) == (0.0, 5)
 
 
+@pytest.mark.parametrize("tokens", [0, 3])
+async def test_stream_that_ends_with_an_error_teaches_nothing(
+    stream: Stream, services: Services, clock: ManualClock, tokens: int
+) -> None:
+    before = expected_length(services)
+    first, _ = destination(await stream.ask(STREAMED, headers=NAMED))
+    await stream.response_headers(upstream=first, content_type=EVENTS)
+    for _ in range(tokens):
+        await stream.response_body(TOKEN, False)
+    clock.advance(1.0)
+    put_replicas(services, running=2, steps=30.0)
+    await stream.response_body(b'data: {"error": {"code": 503}}\n\ndata: [DONE]\n\n')
+    await stream.end()
+    assert services.fleet.lengths.expected(0, 10_000.0) == before
+    (record,) = services.log.of_request("one")
+    assert record.outcome.completion_s is None
+    assert (record.outcome.ttft_s is None) is (tokens == 0)
+
+
 async def test_events_without_usage_count_as_the_tokens_of_a_step(
     stream: Stream, services: Services
 ) -> None:

@@ -159,6 +159,37 @@ def test_other_streams_begin_with_the_first_token() -> None:
     assert reader.generating
 
 
+ERROR = {"message": "The engine is currently busy", "type": "Service Unavailable", "code": 503}
+FAILED = {
+    "chat": b"data: " + json.dumps({"error": ERROR}).encode() + b"\n\ndata: [DONE]\n\n",
+    "messages": b"event: error\n" + sse({"type": "error", "error": ERROR}, done=False),
+}
+
+
+@pytest.mark.parametrize("body", FAILED.values(), ids=FAILED)
+def test_error_event_is_no_token(body: bytes) -> None:
+    reader = UsageReader(Endpoint.CHAT)
+    reader.feed(body)
+    assert reader.failed
+    assert not reader.generating
+
+
+@pytest.mark.parametrize("body", FAILED.values(), ids=FAILED)
+def test_error_event_is_found_byte_by_byte(body: bytes) -> None:
+    reader = UsageReader(Endpoint.CHAT)
+    for i in range(len(body)):
+        assert not reader.failed or i > len(b"event: error")
+        reader.feed(body[i : i + 1])
+    assert reader.failed
+
+
+@given(st.text())
+def test_generated_text_cannot_fake_an_error(text: str) -> None:
+    reader = UsageReader(Endpoint.CHAT)
+    reader.feed(sse(text_chunk(f'{text}data: {{"error":{text}event: error\n')))
+    assert not reader.failed
+
+
 STREAMS = {
     **RESPONSES,
     "chat without usage": sse(*CHAT_EVENTS),
