@@ -1,7 +1,7 @@
 """State of all replicas of a pool: polled figures, this router's requests, and their progress."""
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from math import inf
 from uuid import uuid4
 
@@ -78,6 +78,7 @@ class Fleet:
         """``address``: host and port of this router, the first part of its name."""
         self.router = f"{address}:{uuid4().hex[:8]}"  # name among routers, new with each start
         self.members_known = asyncio.Event()  # see :meth:`listed`
+        self._listed: Set[str] = frozenset()
         self.pollers: Mapping[str, Sequence[str]] | None = None
         """Address of each living poller → sources that it cannot look up; None: not known."""
         self.stopped_pollers: Collection[str] = ()  # names of pollers that stopped lately
@@ -188,7 +189,11 @@ class Fleet:
     def listed(self, replicas: Collection[str]) -> None:
         """Notes the replicas that all living pollers together list. Once each is a member, all
         members are known: a model that no member lists is unknown."""
-        if replicas and self._rows.keys() >= {*replicas}:
+        self._listed = {*replicas}
+        self._compare_with_list()
+
+    def _compare_with_list(self) -> None:
+        if self._listed and self._rows.keys() >= self._listed:
             self.members_known.set()
 
     def drop_stale(self, after: float) -> None:
@@ -228,6 +233,7 @@ class Fleet:
         self._corrections.clear(row)
         self._unmeasured[row] = ProvisionalSpeed()
         self._rows[state.id] = row
+        self._compare_with_list()
         return row
 
     # -- this router's requests -------------------------------------------------------------

@@ -42,7 +42,6 @@ _UNSENT = "redis takes no digests, retrying: other routers do not know this rout
 _SENT = "redis takes digests again"
 _OWNERS_AT_ONCE = 100
 _POLLERS_EVERY_S = 1.0
-_POLLERS_AT_FIRST_S = 0.1  # until all members are known
 _MODELS_EVERY_S = 5.0
 _ALONE_S = 0.25  # between batches of prompts while there is no peer: only later routers read them
 
@@ -194,8 +193,7 @@ async def _watch_pollers(redis: Redis, pool: str, fleet: Fleet, skips: Skips) ->
             fleet.listed({replica for beat in alive.values() for replica in beat.replicas})
         except (RedisError, OSError):
             fleet.pollers = None
-        known = fleet.members_known.is_set()
-        await asyncio.sleep(_POLLERS_EVERY_S if known else _POLLERS_AT_FIRST_S)
+        await asyncio.sleep(_POLLERS_EVERY_S)
 
 
 async def _remember_models(redis: Redis, pool: str, fleet: Fleet) -> None:

@@ -441,6 +441,17 @@ def test_replica_that_rejoins_still_has_its_requests(pair: Fleet, clock: ManualC
     assert view.requests[view.ids.index(replica(1))] == 10
 
 
+def test_members_are_known_once_each_listed_replica_has_a_state(clock: ManualClock) -> None:
+    fleet = fleet_of(clock)
+    fleet.listed([])
+    fleet.put(state(1, A10, clock))
+    fleet.listed([replica(1), replica(2)])
+    fleet.put(state(1, A10, clock))
+    assert not fleet.members_known.is_set()
+    fleet.put(state(2, A10, clock))
+    assert fleet.members_known.is_set()
+
+
 def test_stale_replicas_are_removed_only_while_others_are_updated(
     pair: Fleet, clock: ManualClock
 ) -> None:
