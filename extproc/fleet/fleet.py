@@ -53,6 +53,9 @@ from extproc.request.prefix import NO_PREFIX, Prefix
 from extproc.request.profile import RequestProfile
 
 _VIEW_COLUMNS = len(Columns.__annotations__)
+_MAY_FIT = 2.0
+"""Estimated tokens ÷ tokens that fit, up to which a prompt may fit all the same. Prose counts 1.8
+times its tokens if most prompts of the model have 2.5 bytes per token."""
 _MOVED_WITHIN_S = 2.5  # longer than two polls that are at most 1.1 s apart, and a slow scrape
 
 
@@ -403,8 +406,8 @@ class Fleet:
                 self._prefixes.clear(row)
 
     def _index(self, row: int, prefix: Prefix) -> None:
-        """Adds a prompt to the prefix index, unless the replica refuses the prompt as too long."""
-        fits = prefix.tokens <= self._replicas.longest_prompt.item(row)
+        """Adds a prompt to the prefix index, unless the prompt is far too long for the replica."""
+        fits = prefix.tokens <= _MAY_FIT * self._replicas.longest_prompt.item(row)
         if fits and self.members.by_row[row].prefix_caching:
             self._prefixes.enter(row, prefix, self._replicas.kv_capacity.item(row))
 

@@ -32,12 +32,19 @@ def test_expected_hits_are_whole_blocks_of_the_replica(fleet: Fleet, clock: Manu
     assert fleet.prefix_hits(prefix, fleet.view(MODEL)).expected.max() == 9000.0
 
 
-def test_prompt_that_the_replica_refuses_displaces_no_cached_prompt(
+def test_prompt_far_too_long_for_the_replica_displaces_no_cached_prompt(
     fleet: Fleet, clock: ManualClock
 ) -> None:
     fleet.put(state(1, H100, clock, kv_tokens=100_000))
     fleet.dispatch(replica(1), request(prefix := prompt("a")))
-    fleet.dispatch(replica(1), request(prompt("b", 200_000), 200_000))
+    fleet.dispatch(replica(1), request(prompt("b", 240_000), 240_000))
+    assert fleet.prefix_hits(prefix, fleet.view(MODEL)).expected.max() > CACHED
+
+
+def test_prompt_that_may_fit_is_expected_in_the_cache(fleet: Fleet, clock: ManualClock) -> None:
+    """The tokens of a prompt are an estimate, which may be too high."""
+    fleet.put(state(1, H100, clock, max_model_len=6_000))
+    fleet.dispatch(replica(1), request(prefix := prompt("a")))
     assert fleet.prefix_hits(prefix, fleet.view(MODEL)).expected.max() > CACHED
 
 
