@@ -125,8 +125,10 @@ def _unread_model(exchange: Exchange) -> str:
 
 def _most_read(exchange: Exchange) -> int:
     """Returns how many bytes of a body the router reads although it knows the model: more if the
-    body may name, behind its images, a stored response that only one replica can continue."""
-    return BODY_LIMIT_BYTES if exchange.endpoint is Endpoint.RESPONSES else LARGE_BODY
+    router chooses, and the body may name, behind its images, a stored response that only one
+    replica can continue."""
+    continues = exchange.steered and exchange.endpoint is Endpoint.RESPONSES
+    return BODY_LIMIT_BYTES if continues else LARGE_BODY
 
 
 async def _full_duplex(exchange: Exchange) -> None:

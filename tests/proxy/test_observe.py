@@ -103,7 +103,7 @@ async def test_replies_change_nothing(envoy: EnvoySide, services: Services, body
     assert services.fleet.in_flight == 0
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/files"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/files"])
 async def test_large_body_passes_the_router_by(
     stream: Stream, services: Services, path: str
 ) -> None:
@@ -113,7 +113,9 @@ async def test_large_body_passes_the_router_by(
     assert mode_of(reply).request_body_mode == BodyMode.NONE
     assert mode_of(reply).response_header_mode == HeaderMode.DEFAULT
     await stream.answer(upstream=replica(2))
-    for record in services.log.of_request("one"):
+    records = services.log.of_request("one")
+    assert len(records) == (path != "/v1/files")
+    for record in records:
         assert record.decision.profile.prompt_tokens == 40 * 576
         assert record.outcome.served_by == replica(2)
 
