@@ -230,8 +230,9 @@ def test_named_gateway_may_ask_routers() -> None:
     assert "Service-extproc-router-pods" not in objects  # only the chart's Envoy needs it
 
 
-def test_nobody_reads_metrics_if_no_peer_monitors() -> None:
-    objects = manifests(networkPolicy={"monitoring": []})
+@pytest.mark.parametrize("peers", [[], None])
+def test_nobody_reads_metrics_if_no_peer_monitors(peers: list[Manifest] | None) -> None:
+    objects = manifests(networkPolicy={"monitoring": peers})
     policies = [item for item in objects if item["kind"] == "NetworkPolicy"]
     assert [fault for item in policies for fault in faults(item)] == []
     rules = {item["metadata"]["name"]: item["spec"].get("ingress") or () for item in policies}
