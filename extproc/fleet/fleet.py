@@ -195,6 +195,11 @@ class Fleet:
         self._listed = {*replicas}
         self._compare_with_list()
 
+    @property
+    def is_empty(self) -> bool:
+        """True if living pollers list no replica."""
+        return bool(self.pollers) and not self._listed
+
     def _compare_with_list(self) -> None:
         if self._listed and self._rows.keys() >= self._listed:
             self.members_known.set()

@@ -243,7 +243,7 @@ class RouterMetrics:
         self.state_age = gauge(
             "extproc_state_age_seconds",
             "Seconds since the last update of any replica, from pollers or Redis; 0 if living "
-            "pollers know no replica.",
+            "pollers list no replica.",
         )
         self.known_blocks = gauge(
             "extproc_replicas_known_blocks",

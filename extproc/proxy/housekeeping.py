@@ -100,9 +100,9 @@ class Housekeeping:
         metrics.set_unserved({pool.config.pool: pool.queue.unserved_by_model() for pool in pools})
         metrics.known_blocks.set(sum(fleet.blocks.count_known() for fleet in fleets))
         metrics.other_routers.set(max(len(fleet.peers) for fleet in fleets))
-        # A pool without replicas has no updates. If no pool has any, a living poller suffices.
-        lost = not any(fleet.pollers for fleet in fleets)
-        due = [fleet for fleet in fleets if fleet.members] or fleets[:lost]
+        # A pool whose pollers list no replica has no updates.
+        due = [fleet for fleet in fleets if fleet.members]
+        due = due or [fleet for fleet in fleets if not fleet.is_empty]
         now = self._clock()
         oldest = min((fleet.eligibility.staleness.heard_at for fleet in due), default=now)
         metrics.state_age.set(now - oldest)

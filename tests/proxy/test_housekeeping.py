@@ -77,15 +77,19 @@ async def test_sleeping_replica_is_not_counted_as_healthy() -> None:
     assert samples(services.metrics.replicas) == counts
 
 
-@pytest.mark.parametrize(("pollers", "age_s"), [({"a:1": ()}, 0.0), ({}, 60.0), (None, 60.0)])
-async def test_state_of_a_pool_without_replicas_ages_only_without_pollers(
-    pollers: dict[str, tuple[str, ...]] | None, age_s: float
+@pytest.mark.parametrize(
+    ("pollers", "listed", "age_s"),
+    [({"a:1": ()}, (), 0.0), ({"a:1": ()}, (replica(2),), 60.0), ({}, (), 60.0), (None, (), 60.0)],
+)
+async def test_state_of_a_pool_does_not_age_while_its_pollers_list_no_replica(
+    pollers: dict[str, tuple[str, ...]] | None, listed: tuple[str, ...], age_s: float
 ) -> None:
     clock = ManualClock(1000.0)
     services = build(config_of(), CollectorRegistry(), clock, clock)
     put_replicas(services, 1)
     services.fleet.remove(replica(1))
     services.fleet.pollers = pollers
+    services.fleet.listed(listed)
     clock.advance(60.0)
     await one_pass(services)
     assert samples(services.metrics.state_age) == {(): age_s}
