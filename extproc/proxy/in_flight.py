@@ -17,7 +17,7 @@ from extproc.route.decision import Decision
 logger = logging.getLogger(__name__)
 
 _OVERLOADED = "x-envoy-overloaded"  # in answers of Envoy itself while a circuit breaker is full
-_OK, _UNAVAILABLE = 200, 503
+_OK, _TOO_MANY, _UNAVAILABLE = 200, 429, 503
 _BY_CHOICE = 2  # attempts that follow the choice; Envoy's fallback policy places further retries
 _RETRIED = "no connection, a reset or an error status: Envoy retried elsewhere"
 """Reason of a retry; Envoy does not report which of the three occurred."""
@@ -180,7 +180,8 @@ class InFlight:
             # The request may be the cause: the answer is no success, and if Envoy retried the
             # request, the first replica did not fail.
             services.fleet.eligibility.rejected(self.served_by)
-            services.demand.refused(self._forecast.work_s)
+            if status != _TOO_MANY:  # a proxy in front of a full replica may answer 429
+                services.demand.refused(self._forecast.work_s)
             return
         # A request that fails on two replicas may itself be the cause: neither failure counts.
         # Without a connection to the second replica, both failures count.

@@ -173,7 +173,9 @@ async def test_unanswered_request_counts_as_demand(envoy: EnvoySide, services: S
     assert services.demand.replicas(services.queue) > 0.0
 
 
-@pytest.mark.parametrize(("status", "counts"), [(200, True), (400, False), (500, True)])
+@pytest.mark.parametrize(
+    ("status", "counts"), [(200, True), (400, False), (429, True), (500, True)]
+)
 async def test_request_that_a_replica_refuses_is_no_demand(
     envoy: EnvoySide, services: Services, clock: ManualClock, status: int, counts: bool
 ) -> None:
