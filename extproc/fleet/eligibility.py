@@ -360,11 +360,12 @@ class Eligibility:
         self._any_stalled = any(member.stalled for member in self.conditions.values())
 
     def _set_new(self, member: Condition) -> None:
-        """Begins slow start when a new process is first healthy, if another member is measured.
-        Ends slow start when the member itself is measured."""
+        """Begins slow start when a new process is first healthy, if another healthy member is
+        measured. Ends slow start when the member itself is measured."""
         was_new = member.new
         if member.state.measured:
             member.new = False
         elif member.state.healthy and member.new is None:
-            member.new = any(other.state.measured for other in self.conditions.values())
+            states = (other.state for other in self.conditions.values())
+            member.new = any(other.measured and other.healthy for other in states)
         self._changed |= member.new != was_new

@@ -71,8 +71,8 @@ DRAINING = Reason(
 )
 NEW = Reason(
     "new",
-    "joining or restarting in a pool in which another replica is measured | polls that measured "
-    f"its first second or two of work | no limit | {AT_FIRST} at once; each request that ends "
-    "raises this limit by one | all but one",
+    "joining or restarting in a pool in which another healthy replica is measured | polls that "
+    f"measured its first second or two of work | no limit | {AT_FIRST} at once; each request that "
+    "ends raises this limit by one | all but one",
 )
 REASONS = UNHEALTHY, ASLEEP, OTHER_MODEL, STALLED, FAILING, FULL, DRAINING, NEW

@@ -90,6 +90,17 @@ def test_restarted_replica_gets_four_requests_at_first(clock: ManualClock) -> No
     assert NEW not in fleet.view(MODEL).ids
 
 
+def test_pool_that_restarts_as_a_whole_has_no_limit(clock: ManualClock) -> None:
+    fleet, numbers = fleet_of(clock, A10, A10, A10), (1, 2, 3)
+    for number in numbers:  # a failed scrape keeps the last figures
+        fleet.put(state(number, A10, clock, healthy=False, started_at=1.0))
+    for number in numbers:
+        fleet.put(state(number, A10, clock, measured=False, started_at=2.0))
+    for number in numbers * 20:
+        assert replica(number) in fleet.view(MODEL).ids
+        fleet.dispatch(replica(number), chat(10, 10))
+
+
 def test_external_load_counts_towards_the_limit(clock: ManualClock) -> None:
     fleet = joined(clock, H100)
     for _ in range(2):
