@@ -61,6 +61,7 @@ class ReplicaState(EngineFigures, frozen=True, kw_only=True, omit_defaults=True)
     by_priority: bool = False  # vLLM serves higher priorities first (``priority_scheduling``)
     healthy: bool = True  # False: the last scrape failed
     problem: str = ""  # why the replica is not healthy, in a few words
+    ready: bool = True  # False: Kubernetes says not ready
     draining: bool = False  # no new requests: a command or Kubernetes takes the replica away
     unanswered_s: Finite = 0.0
     """Seconds for which the replica has neither answered a scrape nor refused a connection; the

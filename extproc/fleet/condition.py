@@ -104,10 +104,7 @@ class Condition:
         return self.state.problem or "not healthy"
 
     def not_ready(self) -> str:
-        """Returns the problem of a replica that is not healthy although its scrapes succeed:
-        Kubernetes says that it is not ready."""
-        scraped = self.state.scraped_at > 0.0 and self.scraped_at > self.unhealthy_at
-        return self.state.problem if scraped else ""
+        return "" if self.state.ready else self.state.problem
 
     def hung_or_stalled(self, now: float, trials: bool) -> str:
         """Returns why the replica counts as hung or stalled, or an empty string.
@@ -155,8 +152,8 @@ def is_hung(state: ReplicaState) -> bool:
 def _facts(state: ReplicaState) -> tuple[object, ...]:
     """Returns the parts of a state on which the choice of candidates depends."""
     served = state.models, state.adapters, state.listed
-    health = state.healthy, state.problem, state.draining, state.asleep, is_hung(state)
-    return *served, *health, state.name, state.profile
+    health = state.healthy, state.problem, state.asleep, is_hung(state)
+    return *served, *health, state.ready, state.draining, state.name, state.profile
 
 
 def _has_work(state: ReplicaState) -> bool:

@@ -27,10 +27,11 @@ class Reason:
 
 UNHEALTHY = Reason(
     "unhealthy",
-    "a failed scrape, or two scrapes in a row without an answer | a scrape that succeeds. An "
-    f"answer to a request of this router clears the reason for {STALE_AFTER_S:g} s | no limit | "
-    f"one every {TRIAL_S:g} s, if no other replica is usable and this replica accepts connections "
-    "| all",
+    "a failed scrape, or two scrapes in a row without an answer; Kubernetes calls the pod *not "
+    "ready* | a scrape of a ready replica that succeeds. An answer to a request of this router "
+    f"clears the reason for {STALE_AFTER_S:g} s; if the pod is not ready, only while no other "
+    f"replica is usable | no limit | one every {TRIAL_S:g} s, if no other replica is usable and "
+    "this replica accepts connections | all",
     covers_all=True,
 )
 ASLEEP = Reason(

@@ -46,7 +46,7 @@ class Target:
 
     def marked(self, state: ReplicaState) -> ReplicaState:
         """Returns the state, marked as draining or as not ready if this target is."""
-        state = structs.replace(state, draining=self.draining)
+        state = structs.replace(state, draining=self.draining, ready=self.ready)
         if not self.ready and state.healthy:
             state = structs.replace(state, healthy=False, problem="not ready, says Kubernetes")
         return state

@@ -411,15 +411,15 @@ def test_unhealthy_replica_is_used_while_it_answers_this_router(
     assert ids(fleet) == [replica(1)], "a trial"
 
 
+@pytest.mark.parametrize("problem", ["not ready, says Kubernetes", "/metrics answered 500"])
 def test_answering_replica_that_is_not_ready_is_used_only_if_no_other_is(
-    fleet: Fleet, clock: ManualClock, put: Put
+    fleet: Fleet, clock: ManualClock, put: Put, problem: str
 ) -> None:
-    for seconds in (0.0, 2.0):
-        clock.advance(seconds)
-        put(1, healthy=False, problem="not ready, says Kubernetes")
-        put(2)
+    put(1, healthy=False, ready=False, problem=problem)
+    put(2)
+    clock.advance(2.0)
     fleet.eligibility.response_seen(replica(1))
-    assert excluded(fleet) == {replica(1): "not ready, says Kubernetes"}
+    assert excluded(fleet) == {replica(1): problem}
     assert reasons_of(fleet) == {replica(1): "unhealthy"}
     fleet.remove(replica(2))
     assert ids(fleet) == [replica(1)]

@@ -380,10 +380,12 @@ async def test_pod_conditions_reach_routers_at_once(
             state = await router.replica(first, healthy=True)
             assert (state.name, state.draining) == (f"vllm-{first.port}", False)
             state = await router.replica(second, lambda state: bool(state.models))
-            assert (state.healthy, state.problem) == (False, "not ready, says Kubernetes")
+            assert (state.healthy, state.ready) == (False, False)
+            assert state.problem == "not ready, says Kubernetes"
             assert 'replicas_healthy{pool="default"} 1.0' in await metrics_of(settings)
             put(second)
-            assert (await router.replica(second, healthy=True)).problem == ""
+            state = await router.replica(second, healthy=True)
+            assert (state.ready, state.problem) == (True, "")
             first.answers["/metrics"] = hang  # no scrape ends from now on
             await first.requested("/metrics", more=1)
             put(first, ready=False, serving=True, terminating=True)
