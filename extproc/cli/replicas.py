@@ -199,10 +199,10 @@ def _load(state: ReplicaState) -> str:
 def _still_busy(state: ReplicaState | None) -> str:
     if state is None:
         return "is not polled, so its requests are unknown (does a poller run?)"
-    if not state.healthy:
-        return f"is unhealthy ({state.problem}) and last had {_load(state)}"
     if not state.draining:
         return "is not draining yet, because no poller applied the drain (does a poller run?)"
+    if not state.healthy:
+        return f"is unhealthy ({state.problem}) and last had {_load(state)}"
     return f"has {_load(state)}"
 
 

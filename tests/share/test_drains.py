@@ -141,7 +141,9 @@ async def test_drained_pod_that_is_not_ready_is_empty_if_its_scrapes_say_so(
     pod = ReplicaState(id="10.0.0.1:8000", draining=True, healthy=False, problem="not ready")
     async with connect(redis_server.url, "default") as redis:
         writer = StateWriter(redis, "default", ttl_s=10)
-        await writer.put([pod])
+        await writer.put([structs.replace(pod, draining=False)])
+        error = await run("drain", pod.id, "--wait", "0.1", status=1)
+        assert "no poller applied the drain" in error
         waiting = asyncio.create_task(run("drain", pod.id, "--wait", "5"))
         for scrape in count(1):
             await writer.put([structs.replace(pod, scraped_at=float(scrape))])
