@@ -314,8 +314,9 @@ class Fleet:
 
     def first_token(self, ticket: Ticket) -> None:
         """Marks a request's prompt, and all prompts before it on the replica, as prefilled."""
-        self._progress.advance(self._clock())
-        self._ledger.first_token(ticket)
+        now = self._clock()
+        self._progress.advance(now)
+        self._ledger.first_token(ticket, now)
 
     def takes_stream(self, replica: str) -> bool:
         """Returns True if a stream is to be read for its first token: for the first streams of a

@@ -127,9 +127,15 @@ class Ledger:
         count(self._replicas, requests, row, 1)
         self._progress.invalidate()
 
-    def first_token(self, ticket: Ticket) -> None:
-        """Marks a request's prompt, and all prompts before it on the replica, as prefilled."""
-        self._prefilled(self._row[ticket])
+    def first_token(self, ticket: Ticket, now: float) -> None:
+        """Marks a request's prompt, and all prompts before it on the replica, as prefilled. If the
+        first token was predicted earlier, the request's output counts anew from now on."""
+        requests, row = self._requests, self._row[ticket]
+        self._prefilled(row)
+        if requests.steps_before.item(row) < inf:
+            steps = self._replicas.steps.item(requests.replica.item(row))
+            requests.steps_before[row], requests.began_at[row] = steps - 1.0, now
+            requests.until[row] = 0.0  # the request has fewer tokens than predicted
         self._progress.invalidate()
 
     def release(self, ticket: Ticket, prefilled: bool) -> int:

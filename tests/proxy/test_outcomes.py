@@ -371,6 +371,26 @@ async def test_steps_count_where_events_have_the_tokens_of_several(
     assert record.outcome.output_tokens == 1 + 20
 
 
+async def test_steps_before_the_observed_first_token_do_not_count(
+    stream: Stream, services: Services, clock: ManualClock
+) -> None:
+    """The prompt took longer than predicted, and the replica's other requests went on."""
+    put_replicas(services, steps=0.0)
+    first, _ = destination(await stream.ask(STREAMED, headers=NAMED))
+    await stream.response_headers(upstream=first, content_type=EVENTS)
+    for second in range(1, 4):
+        clock.advance(1.0)
+        put_replicas(services, running=2, steps=20.0 * second)
+    await stream.response_body(TOKEN, False)
+    clock.advance(0.1)
+    put_replicas(services, running=2, steps=62.0)
+    await stream.response_body(TOKEN, False)
+    await stream.response_body(TOKEN)
+    await stream.end()
+    (record,) = services.log.of_request("one")
+    assert record.outcome.output_tokens == 3
+
+
 async def test_predicted_steps_do_not_count_beyond_the_events(
     stream: Stream, services: Services, clock: ManualClock
 ) -> None:
