@@ -14,7 +14,7 @@ _PRELUDE = {Endpoint.RESPONSES: 2}
 ``response.in_progress``. All other streams begin with the first token."""
 
 _USAGE = b'"usage":'
-_ERRORS = b'data: {"error":', b"event: error\n"  # the second in Anthropic's API
+_ERROR, _ERROR_EVENT = b'data: {"error":', b"event: error\n"  # the second in Anthropic's API
 """Beginnings of the event with which vLLM ends a stream that fails after the status 200. Generated
 text contains neither, because JSON escapes quotes and line breaks."""
 _CACHED, _CREATED = "cache_read_input_tokens", "cache_creation_input_tokens"
@@ -29,7 +29,7 @@ _TEXT = b'"text":'  # of completions, which have no deltas
 _IDS = b'_ids":['  # of streams with token ids instead of text
 _COUNTED = _DELTA, _ROLE, _TEXT, _IDS
 _OVERLAP = len(_EVENT) - 1
-_CARRIED = max(map(len, (_USAGE, *_ERRORS))) - 1
+_CARRIED = max(map(len, (_USAGE, _ERROR, _ERROR_EVENT))) - 1
 
 _decode = json.JSONDecoder().raw_decode
 
@@ -67,7 +67,8 @@ class UsageReader:
             self._streamed = not head.startswith((b"{", b"["))
         window = self._carry + chunk
         start = max(0, len(self._carry) - _OVERLAP)
-        self.failed |= any(mark in window for mark in _ERRORS)
+        if self._streamed and (_ERROR in window or _ERROR_EVENT in window):
+            self.failed = True
         if not self.generating:
             self._prelude -= window.count(_EVENT, start)
             self.generating = self._prelude <= 0 and not self.failed
