@@ -25,6 +25,9 @@ SETUPS: dict[str, dict[str, Any]] = {"default values": {}} | {
 }
 
 
+COMPONENT = "app.kubernetes.io/component"
+
+
 def config(objects: list[Manifest], directory: Path) -> Config:
     """The configuration of a release, with certificates in this directory."""
     (text,) = (item["data"]["extproc.yaml"] for item in objects if title(item).endswith("-config"))
@@ -199,6 +202,23 @@ def test_selector_makes_a_headless_service(tmp_path: Path) -> None:
         service = services[source.kubernetes.service]
         assert service["clusterIP"] == "None"
         assert service["ports"] == [{"name": "http", "port": 80, "targetPort": port}]
+
+
+def test_changed_selector_or_port_changes_its_service_in_place() -> None:
+    """Running pollers would lose the pods of a Service that Helm deletes."""
+
+    def services(**changed: Any) -> list[tuple[str, str]]:
+        first, *others = ({"selector": {"app": "vllm"}, "port": port} for port in ("a", 8000))
+        sources = [{"kubernetes": source} for source in (first | changed, *others)]
+        pools = {name: {"hosts": [name], "replicas": sources} for name in ("a.b", "a_b")}
+        objects = manifests(replicas=sources, pools=pools)
+        made = [item for item in objects if item["metadata"]["labels"][COMPONENT] == "replicas"]
+        return [(item["metadata"]["name"], item["spec"]["ports"][0]["name"]) for item in made]
+
+    before = services()
+    assert len({name for name, _ in before}) == 6
+    for changed in ({"selector": {"app": "other"}}, {"port": "b"}, {"port": 9}):
+        assert services(**changed) == before
 
 
 def test_poller_gets_a_role_in_each_namespace_of_services() -> None:

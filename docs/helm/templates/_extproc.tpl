@@ -1,31 +1,35 @@
 {{- /* Processes of extproc: router, poller and eds. */ -}}
 
-{{- /* Name of the Service of a source of replicas: its own, or the one made for its selector. */ -}}
-{{- define "extproc.service" -}}
-{{- with (last .).kubernetes -}}
-{{- .service | default (printf "%s-%s" (include "extproc.fullname" (first $)) (pick . "selector" "port" | toJson | sha256sum | trunc 8)) -}}
-{{- end -}}
-{{- end }}
-
-{{- /* All sources of replicas, of all pools: {all: […]} */ -}}
+{{- /* Sources of replicas by pool: {"": […], batch: […]}; "" is the pool of `replicas`. A source with a selector gets a
+Service, named by the source's place: if selector or port change, the Service changes in place, and running pollers, which
+watch it until new pollers are ready, keep their pods. */ -}}
 {{- define "extproc.sources" -}}
-{{- $all := .Values.replicas -}}
-{{- range .Values.pools }}{{ $all = concat $all .replicas }}{{ end -}}
-{{ dict "all" $all | toJson }}
+{{- $pools := dict "" .Values.replicas -}}
+{{- range $pool, $values := .Values.pools }}{{ $_ := set $pools $pool $values.replicas }}{{ end -}}
+{{- range $pool, $sources := $pools -}}
+{{- $named := list -}}
+{{- range $place, $source := $sources -}}
+{{- $source = deepCopy $source -}}
+{{- if dig "kubernetes" "selector" "" $source -}}
+{{- $name := printf "%s/%d" $pool $place | sha256sum | trunc 8 -}}
+{{- $_ := set $source.kubernetes "service" (printf "%s-%s" (include "extproc.fullname" $) $name) -}}
+{{- end -}}
+{{- $named = append $named $source -}}
+{{- end -}}
+{{- $_ := set $pools $pool $named -}}
+{{- end -}}
+{{ toJson $pools }}
 {{- end }}
 
 {{- /* Sources in the form of the configuration: {replicas: […]} */ -}}
 {{- define "extproc.replicas" -}}
-{{- $made := list -}}
-{{- range last . -}}
-{{- $source := deepCopy . -}}
-{{- if dig "kubernetes" "port" "" . -}}
-{{- $_ := set $source.kubernetes "service" (include "extproc.service" (list (first $) .)) -}}
-{{- $_ := unset $source.kubernetes "selector" -}}
+{{- range . -}}
+{{- if dig "kubernetes" "selector" "" . -}}
+{{- if kindIs "string" .kubernetes.port }}{{ $_ := set .kubernetes "port" "http" }}{{ end -}}
+{{- $_ := unset .kubernetes "selector" -}}
 {{- end -}}
-{{- $made = append $made $source -}}
 {{- end -}}
-{{ dict "replicas" $made | toJson }}
+{{ dict "replicas" . | toJson }}
 {{- end }}
 
 {{- define "extproc.redisUrl" -}}
@@ -47,7 +51,8 @@ redis://{{ include "extproc.of" (list . "redis") }}:6379/0
 {{- $admin = dict "tls_cert" "/etc/tls/extproc/tls.crt" "tls_key" "/etc/tls/extproc/tls.key" -}}
 {{- $grpc = merge (dict "tls_client_ca" "/etc/tls/extproc/ca.crt") $admin -}}
 {{- end -}}
-{{- $made := include "extproc.replicas" (list . .Values.replicas) | fromJson -}}
+{{- $sources := include "extproc.sources" . | fromJson -}}
+{{- $made := include "extproc.replicas" (get $sources "") | fromJson -}}
 {{- $_ := set $made "redis" (dict "url" (include "extproc.redisUrl" .)) -}}
 {{- $_ := set $made "serve" (merge (dict "listen" "0.0.0.0:50051" "admin" "0.0.0.0:9090") $grpc) -}}
 {{- $_ := set $made "poll" (dict "admin" "0.0.0.0:9091") -}}
@@ -55,7 +60,7 @@ redis://{{ include "extproc.of" (list . "redis") }}:6379/0
 {{- $_ := set $made "admin" $admin -}}
 {{- $pools := dict -}}
 {{- range $name, $pool := .Values.pools -}}
-{{- $_ := set $pools $name (merge (include "extproc.replicas" (list $ $pool.replicas) | fromJson) (omit $pool "hosts" "replicas")) -}}
+{{- $_ := set $pools $name (merge (include "extproc.replicas" (get $sources $name) | fromJson) (omit $pool "hosts" "replicas")) -}}
 {{- end -}}
 {{- $_ := set $made "pools" $pools -}}
 {{- mustMergeOverwrite $made (deepCopy .Values.config) | toYaml -}}
