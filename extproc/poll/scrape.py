@@ -51,8 +51,8 @@ class PollMetrics:
         gauge = partial(Gauge, labelnames=["pool"], registry=registry)
         self.lookups_failing = gauge(
             "extproc_poll_lookups_failing",
-            "Host names, Kubernetes sources and files of replicas that cannot be read: the poller "
-            "keeps their last replicas.",
+            "Host names, Kubernetes sources and files of replicas that cannot be read, so that the "
+            "poller keeps their last replicas; Services and InferencePools that do not exist.",
         )
         self.redis_lost = gauge(
             "extproc_poll_redis_lost", "1 while the poller cannot write its states to Redis."

@@ -155,7 +155,7 @@ def _pollers(pool: ObservedPool) -> Iterator[str]:
     """Yield a warning for each source of replicas, such as a DNS name, that a poller cannot use."""
     for poller, problems in (pool.fleet.pollers or {}).items():
         for problem in problems:
-            yield f"Poller {poller} keeps the last known replicas of {problem}."
+            yield f"Poller {poller} finds no new replicas of {problem}."
 
 
 def _external(pool: ObservedPool) -> Iterator[str]:

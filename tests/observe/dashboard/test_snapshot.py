@@ -437,6 +437,15 @@ def test_draining_replica_is_not_warned_of(services: Services) -> None:
     assert cells(services, 2, "Health", "Health notes") == ["draining", ""]
 
 
+def test_source_without_new_replicas_is_warned_of_with_the_reason(services: Services) -> None:
+    """A Service that does not exist has lost its replicas, so the warning claims none is kept."""
+    services.fleet.pollers = {"here:1": ("Service vllm, port 8000: no EndpointSlices",)}
+    assert (
+        "Poller here:1 finds no new replicas of Service vllm, port 8000: no EndpointSlices."
+        in (page(services)["warnings"])
+    )
+
+
 def test_missing_pollers_and_a_missing_redis_are_warned_of(services: Services) -> None:
     services.fleet.pollers = {}
     assert only_warning(services).startswith(NO_POLLER)
