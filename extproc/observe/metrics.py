@@ -67,8 +67,9 @@ class PredictedSeconds:
     ) -> None:
         self.bounds = bounds
         histogram = partial(Histogram, labelnames=("model", "objective"), registry=registry)
-        text = f"{duration[0].upper()}{duration[1:]}."
-        self._seconds = histogram(f"extproc_{name}_seconds", text, buckets=bounds)
+        self._seconds = histogram(
+            f"extproc_{name}_seconds", f"{duration.capitalize()}.", buckets=bounds
+        )
         text = f"Predicted ÷ actual {duration}, if the chosen replica served the request."
         self._ratio = histogram(f"extproc_{name}_predicted_ratio", text, buckets=_RATIOS)
         self._children: dict[tuple[str, ...], tuple[Histogram, Histogram]] = {}
