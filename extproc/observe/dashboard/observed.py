@@ -29,19 +29,23 @@ def observed_requests(log: DecisionLog) -> tuple[Words, Words]:
     elsewhere = sum(replica != decision.replica for decision, replica, _ in served)
     text = f"{elsewhere:,} of {len(served):,}"
     figures = [("observed requests that Envoy sent elsewhere", text)]
-    times = []  # predicted for the router's choice, predicted for Envoy's choice, and actual
-    for decision, replica, completion_s in served:
-        by_envoy = decision.on(replica)
-        if by_envoy is not None and completion_s is not None:
-            predicted = decision.predicted_completion, by_envoy.predicted_completion
-            if max(predicted) < inf:
-                times.append((*predicted, completion_s))
-    if not times:
+    ended = (
+        (decision, decision.on(replica), completion_s)
+        for decision, replica, completion_s in served
+        if completion_s is not None
+    )
+    times = [
+        (decision.predicted_completion, on_envoys.predicted_completion, completion_s)
+        for decision, on_envoys, completion_s in ended
+        if on_envoys is not None
+    ]
+    finite = [row for row in times if max(row) < inf]
+    if not finite:
         return figures, []
-    by_router, by_envoy_s, actual = map(fmean, zip(*times, strict=True))
+    by_router, by_envoy, actual = map(fmean, zip(*finite, strict=True))
     text = (
-        f"mean completion of {len(times):,} requests: predicted {figure(by_router)} s for the "
-        f"router's choices and {figure(by_envoy_s)} s for Envoy's, actual {figure(actual)} s"
+        f"mean completion of {len(finite):,} requests: predicted {figure(by_router)} s for the "
+        f"router's choices and {figure(by_envoy)} s for Envoy's, actual {figure(actual)} s"
     )
     return figures, [("Observed requests", text)]
 
