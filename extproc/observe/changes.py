@@ -36,8 +36,7 @@ class Exclusions:
 
         Returns the reason of each excluded replica. ``now``: seconds since the epoch.
         """
-        found = fleet.eligibility.exclusions()
-        reasons = {replica: name for replica, (name, _) in found.items()}
+        reasons = {replica: name for replica, (name, _) in fleet.eligibility.exclusions().items()}
         for replica in self._excluded.keys() - reasons.keys():
             reason, since = self._excluded.pop(replica)
             if replica in fleet.members and reason not in _NOT_LOGGED:
@@ -87,18 +86,17 @@ class Onsets:
         return since_when(min(self._seen[key][0] for key in keys), replicas)
 
 
+@dataclass(eq=False)
 class Presence:
     """Living and gone processes of one kind. A process counts as gone from the first ``look`` call
     whose ``alive`` does not name it."""
 
-    def __init__(self, kind: str, pool: str) -> None:
-        """``kind``: routers or pollers; ``pool`` is for the log."""
-        self.kind = kind
-        self._pool = pool
-        self._alive: frozenset[str] | None = None  # None: not known yet
-        # Time of leaving, in seconds since the epoch; True: the process did not announce its stop.
-        self._gone: dict[str, tuple[float, bool]] = {}
-        self._farewells = frozenset[str]()  # ``stopped`` of the last look
+    kind: str  # routers or pollers
+    _pool: str  # for the log
+    _alive: frozenset[str] | None = field(default=None, init=False)  # None: not known yet
+    # Time of leaving, in seconds since the epoch; True: the process did not announce its stop.
+    _gone: dict[str, tuple[float, bool]] = field(default_factory=dict, init=False)
+    _farewells: frozenset[str] = field(default=frozenset(), init=False)  # last ``stopped``
 
     def look(self, alive: Collection[str], now: float, stopped: Collection[str]) -> None:
         """Compares with the last look, and logs changes.
