@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from math import inf
 from os import getpid
 from socket import gethostname
@@ -107,6 +108,7 @@ class Traces:
             flush.join(_FLUSH_S)
 
 
+@dataclass(eq=False)
 class Trace:
     """The two consecutive spans of a request: ``route``, and the replica's work.
 
@@ -114,11 +116,10 @@ class Trace:
     ends. If the request is no inference request, ``route`` never ends, and the SDK sends no span.
     """
 
-    def __init__(self, tracer: "Tracer", parent: "Context", route: "Span") -> None:
-        self._tracer = tracer
-        self._parent = parent
-        self._route = route
-        self._request: Span | None = None
+    _tracer: "Tracer"
+    _parent: "Context"
+    _route: "Span"
+    _request: "Span | None" = field(default=None, init=False)  # the replica's work
 
     def queued(self, why: str) -> None:
         self._route.add_event("queued", {"why": why})
@@ -131,8 +132,8 @@ class Trace:
             "gen_ai.operation.name": operation,
             "gen_ai.request.model": profile.requested_model or profile.model,
             "gen_ai.request.max_tokens": profile.output_bound,
+            **{f"extproc.{key}": value for key, value in summary_of(decision, waited).items()},
         }
-        request |= {f"extproc.{key}": value for key, value in summary_of(decision, waited).items()}
         own: Attributes = {"extproc.request_id": request_id, "extproc.pool": pool}
         _set(self._route, request | own | _address(decision.replica) | _compared(decision))
         self.ended("routed")
