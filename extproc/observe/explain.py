@@ -180,9 +180,11 @@ def reason_of(record: DecisionRecord) -> str:
 def _request(record: DecisionRecord) -> str:
     streamed = ", streamed" if record.stream else ""
     served = f" (served as {record.served_as})" if record.served_as != record.model else ""
-    text = f"{record.endpoint}, model {record.model}{served}{streamed}"
-    text += f", objective {record.objective}" if record.objective else ""
-    text += f", {record.prompt_tokens} prompt tokens"
+    objective = f", objective {record.objective}" if record.objective else ""
+    text = (
+        f"{record.endpoint}, model {record.model}{served}{streamed}{objective}, "
+        f"{record.prompt_tokens} prompt tokens"
+    )
     if not record.sequences:
         return f"{text}, no output tokens"
     each = f" for each of {record.sequences} sequences" if record.sequences > 1 else ""
@@ -199,9 +201,11 @@ def _happened(record: DecisionRecord) -> str:
     outcome = record.outcome
     parts = _waited(outcome)
     if outcome.served_by is None:
-        answer = f"answered with status {outcome.status}, by no known replica"
-        if outcome.status is None:
-            answer = "no response yet, or the router did not see it"
+        answer = (
+            "no response yet, or the router did not see it"
+            if outcome.status is None
+            else f"answered with status {outcome.status}, by no known replica"
+        )
         return ", ".join([*parts, answer])
     parts.append(f"served by {_named(record, outcome.served_by)} with status {outcome.status}")
     # A request that is only observed has predictions for both choices.

@@ -180,8 +180,10 @@ def _facts(pools: Sequence[ObservedPool]) -> Iterator[tuple[str, str]]:
         if redis_lost(pool):
             routers = f"{unknown}; last heard: {others}" if others else unknown
         elif age_s is not None:
-            more = f"this router and {len(fleet.peers)} more: {others}"
-            routers = f"{more}, newest digest {age_s:.2f} s old"
+            routers = (
+                f"this router and {len(fleet.peers)} more: {others}, "
+                f"newest digest {age_s:.2f} s old"
+            )
         yield f"Routers{of}", _with_gone(routers, pool.routers)
         if pool.config.state != "redis":
             pollers = "this router polls the replicas itself"

@@ -175,9 +175,11 @@ def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
     if len(view) and not any(state.healthy and not state.asleep for state in fleet.members):
         hold, waits = pool.config.hold, pool.config.serve.steers_all
         longest_s = min(hold.empty_s, hold.longest_s) if waits else 0.0
-        consequence = f"requests wait for at most {longest_s:g} s (hold.empty_s), then get 503"
-        if not longest_s:
-            consequence = "Envoy's fallback policy chooses"
+        consequence = (
+            f"requests wait for at most {longest_s:g} s (hold.empty_s), then get 503"
+            if longest_s
+            else "Envoy's fallback policy chooses"
+        )
         yield Costly(f"No replica is healthy: {consequence}.")
     by_size = sorted(reasons.items(), key=lambda reason: -len(reason[1]))
     for (why, remedy), names in by_size[:_MOST_REASONS]:
