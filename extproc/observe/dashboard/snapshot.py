@@ -56,7 +56,9 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
     A thousand replicas take 15 ms; other tasks run between two pools.
     """
     first = pools[0]
-    dispatched, history, age_s = _dispatched(first), first.history.rows(), first.history.age_s
+    history, age_s = first.history.rows(), first.history.age_s
+    lately = first.log.since(first.wall() - _RECENT_S)
+    dispatched = Counter((record.pool, record.decision.replica) for record in lately)
     shown, usable, replicas, since = [], 0, 0, first.clock() - _COMPARED_S
     warnings = [("", warning) for warning in router_warnings(pools)]
     for pool in pools:
@@ -114,12 +116,6 @@ def text_table(
     return PageTable(caption, keys, columns)
 
 
-def _dispatched(pool: ObservedPool) -> Counter[tuple[str, str]]:
-    """Count the router's decisions of the last minute, in all pools, by pool and replica."""
-    records = pool.log.since(pool.wall() - _RECENT_S)
-    return Counter((record.pool, record.decision.replica) for record in records)
-
-
 def _waiting(pool: ObservedPool, view: FleetView) -> PageTable:
     """List the queue in groups of priority, tenant and model, the highest priority first."""
     names = dict(zip(view.ids, view.names, strict=True))
@@ -128,14 +124,13 @@ def _waiting(pool: ObservedPool, view: FleetView) -> PageTable:
         groups[-request.priority, request.tenant, request.model].append(request)
     listed = dict(sorted(groups.items())[:_GROUPS])
     keys, queued, now = list(listed), list(listed.values()), pool.clock()
-    awaited = [_awaited(group, names) for group in queued]
     columns = [
         PageColumn("Tenant", "name", [tenant or "–" for _, tenant, _ in keys]),
         PageColumn("Priority", "count", [-negated for negated, _, _ in keys]),
         PageColumn("Model", "text", [model for _, _, model in keys]),
         PageColumn("Requests", "count", [len(group) for group in queued]),
         PageColumn("Longest", "seconds", [round(now - group[0].since, 1) for group in queued]),
-        PageColumn("For replica", "words", awaited),
+        PageColumn("For replica", "words", [_awaited(group, names) for group in queued]),
     ]
     target = f"for replicas of pool {pool.config.pool}"
     note = "" if queued else f"Nothing waits {target}: every request is dispatched at once."
@@ -151,8 +146,7 @@ def _awaited(group: Sequence[Waiting], names: Mapping[str, str]) -> str:
 
 def _accuracy(ended: Sequence[PredictionResult]) -> dict[str, Any]:
     """Compare predicted with actual completions, in words and as points of a scatter plot."""
-    pairs = ((result.actual_s, result.predicted_s) for result in ended)
-    ratios = [actual / predicted for actual, predicted in pairs if 0.0 < predicted < inf]
+    ratios = [each.actual_s / each.predicted_s for each in ended if 0.0 < each.predicted_s < inf]
     if not ratios:
         words = f"The router saw the end of no request in the last {_COMPARED_S / 60:.0f} minutes."
         return {"words": words, "quantiles": [], "points": []}
