@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = configured(args)
-    files = {"versions.txt": _versions(), "configuration.yaml": _configuration(config)}
+    shown = yaml.safe_dump(_without_secrets(config.model_dump(mode="json")), sort_keys=False)
+    files = {"versions.txt": _versions(), "configuration.yaml": shown.encode()}
     files |= asyncio.run(_running(config, args.router or config.serve.admin, args.envoy_admin))
     try:
         with tarfile.open(args.output, "w:gz") as archive:
@@ -82,17 +83,12 @@ def _lines(lines: Iterable[object]) -> bytes:
     return "".join(f"{line}\n" for line in lines).encode()
 
 
-def _configuration(config: Config) -> bytes:
-    """Settings as YAML, without passwords."""
-    return yaml.safe_dump(_public(config.model_dump(mode="json")), sort_keys=False).encode()
-
-
-def _public(value: Any) -> Any:
+def _without_secrets(value: Any) -> Any:
     if isinstance(value, dict):
         return {
-            name: "***" if each and "password" in name else _public(each)
+            name: "***" if each and "password" in name else _without_secrets(each)
             for name, each in value.items()
         }
     if isinstance(value, list):
-        return [_public(each) for each in value]
+        return [_without_secrets(each) for each in value]
     return _SECRET.sub("***", value) if isinstance(value, str) else value
