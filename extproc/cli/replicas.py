@@ -92,8 +92,9 @@ async def _run(args: argparse.Namespace, settings: RedisSettings, pool: str) -> 
         except (RedisError, OSError) as error:
             # Redis answers with a ResponseError if a right is missing or its memory is full.
             failure = "refuses" if isinstance(error, ResponseError) else "does not answer"
-            where = f"Redis at {address(redis)} (redis.url)"
-            raise CommandError(f"{where} {failure}: {error}") from None
+            raise CommandError(
+                f"Redis at {address(redis)} (redis.url) {failure}: {error}"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,13 @@ class PoolReplica:
 
     def to_json(self, now: float) -> dict[str, Any]:
         state = structs.asdict(self.state) if self.state else {"name": self.name}
-        own = {"id": self.id, "state": self.condition, "drained": self.drained}
-        return own | {"age_s": self.age(now)} | state
+        return {
+            "id": self.id,
+            "state": self.condition,
+            "drained": self.drained,
+            "age_s": self.age(now),
+            **state,
+        }
 
 
 async def _replicas(drains: DrainStore, states: StateReader) -> list[PoolReplica]:
@@ -187,8 +193,10 @@ async def _until_empty(states: StateReader, replica: PoolReplica, seconds: float
         if len(empty) == _EMPTY_SCRAPES:
             return f"{replica.title} is empty after {waited:.1f} s"
         if waited >= seconds:
-            problem = f"after {seconds:g} s, {replica.title} {_still_busy(state)}"
-            raise CommandError(f"{problem}; the drain stays in effect")
+            raise CommandError(
+                f"after {seconds:g} s, {replica.title} {_still_busy(state)}; "
+                "the drain stays in effect"
+            )
         await asyncio.sleep(_CHECK_EVERY_S)
 
 

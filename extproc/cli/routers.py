@@ -77,5 +77,6 @@ async def _living(config: Config) -> dict[str, str]:
         try:
             return await living_routers(redis, config.pool)
         except (RedisError, OSError) as error:
-            where = f"Redis at {address(redis)} (redis.url)"
-            raise RedisError(f"{where} does not name the routers: {error}") from None
+            raise RedisError(
+                f"Redis at {address(redis)} (redis.url) does not name the routers: {error}"
+            ) from None
