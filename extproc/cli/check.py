@@ -64,8 +64,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         for heading, part in found.items():
-            lines = [printable(str(finding)) for finding in part]
-            print("\n".join([heading, *lines]))
+            print(heading, *(printable(str(finding)) for finding in part), sep="\n")
     return int(failed(findings))
 
 

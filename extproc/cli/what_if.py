@@ -50,16 +50,18 @@ def run(args: argparse.Namespace) -> int:
             comparison = what_if(scene, other, str(change), progress("what if"))
     except (OSError, ValueError) as error:
         raise UsageError(error) from None
-    excluded = dict(recorded.excluded)
     if args.json:
-        figures = replayed.to_json() | {"excluded": excluded, "unused_s": recorded.unused_s}
+        figures = replayed.to_json() | {
+            "excluded": recorded.excluded,
+            "unused_s": recorded.unused_s,
+        }
         print(json.dumps(figures | (asdict(comparison) if comparison else {}), indent=2))
     else:
         print(replayed)
         if recorded.unused_s:
             first = f"the first {recorded.unused_s / 60:.1f} min of the record"
             print(f"not used: {first}, because {recorded.unused_why}")
-        for why, count in excluded.items():
+        for why, count in recorded.excluded.items():
             print(f"excluded: {count} requests, {why}")
         if comparison:
             print(f"\n{comparison}")
