@@ -121,9 +121,7 @@ def test_retry_moves_the_request_to_the_replica_that_served_it(pair: Fleet) -> N
     assert pair.in_flight == 0
 
 
-def test_poll_from_before_a_retry_leaves_its_prompt_queued(
-    pair: Fleet, clock: ManualClock
-) -> None:
+def test_poll_from_before_a_retry_leaves_its_prompt_queued(pair: Fleet, clock: ManualClock) -> None:
     ticket = pair.dispatch(replica(1), chat(20_000, 100))
     clock.advance(5.0)
     pair.move(ticket, replica(2))
