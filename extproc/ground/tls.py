@@ -49,8 +49,10 @@ def watched(
     def tried() -> Certificates:
         found = read(section, cert, key, client_ca)
         if found.doubt:
-            text = f"{peers} will not trust this certificate: replace it"
-            log.warning(text, extra={"reason": found.doubt})
+            log.warning(
+                f"{peers} will not trust this certificate: replace it",
+                extra={"reason": found.doubt},
+            )
         return found
 
     return WatchedFiles("certificate", tried, *filter(None, (cert, key, client_ca)))

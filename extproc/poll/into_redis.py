@@ -61,7 +61,6 @@ async def run_poller(config: Config) -> None:
     ProcessCollector(registry=registry)
     build_info(registry)
     metrics = PollMetrics(registry)
-    names = [pool.pool for pool in config.each_pool]
     health = Health(monotonic)
     async with serve_admin(
         config.poll.admin,
@@ -71,7 +70,10 @@ async def run_poller(config: Config) -> None:
         ready=health.ready,
         setting="poll.admin",
     ) as address:
-        log.info("poller started", extra={"pool": ", ".join(names), "admin": address})
+        log.info(
+            "poller started",
+            extra={"pool": ", ".join(pool.pool for pool in config.each_pool), "admin": address},
+        )
         await until_signalled(*(_poll(pool, metrics, health) for pool in config.each_pool))
 
 

@@ -116,8 +116,10 @@ class Poller:
         for replica in new:
             self._polled[replica] = PolledReplica(targets[replica], known.get(replica), context)
         if new or lost:
-            extra = {"added": len(new), "removed": len(lost), "scraped": len(self._polled)}
-            log.info("this poller started or stopped scraping replicas", extra=extra)
+            log.info(
+                "this poller started or stopped scraping replicas",
+                extra={"added": len(new), "removed": len(lost), "scraped": len(self._polled)},
+            )
         for replica, polled in self._polled.items():
             if polled.target != targets[replica]:  # its name or profile changed
                 polled.stop()

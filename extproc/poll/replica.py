@@ -227,9 +227,9 @@ class PolledReplica:
         if is_silent and self.state.unanswered_s and not isinstance(error, UnreachableError):
             problem = _HANGS
         if self.state.healthy or self.state.problem == _NOT_SCRAPED:
-            extra = {"replica": self.target.title, "problem": problem}
             log.warning(
-                "replica became unhealthy: routers avoid it until a scrape succeeds", extra=extra
+                "replica became unhealthy: routers avoid it until a scrape succeeds",
+                extra={"replica": self.target.title, "problem": problem},
             )
         if isinstance(error, UnreachableError):
             self._models.restart()  # the next process may serve other models
@@ -274,10 +274,9 @@ class PolledReplica:
         error."""
         problem = f"its answer led to an error: {type(error).__name__}: {error}"[:_LONGEST_PROBLEM]
         if self.state.problem != problem:
-            extra = {"replica": self.target.title}
             log.error(
                 "replica became unhealthy: polling it raised an error, retrying",
-                extra=extra,
+                extra={"replica": self.target.title},
                 exc_info=error,
             )
         self._context.metrics.failed.inc()
