@@ -54,30 +54,23 @@ class KvBlocks:
     """
 
     def __init__(self, random: Random, clock: Clock) -> None:
-        self.complete = False  # True: the events have named every block that the replica holds
         # Number of the last update, from a range that only this poller uses. Skipping a number
         # invalidates all earlier updates.
         self.number = random.randrange(1, 2**31) * NUMBERS
         self._clock = clock
-        self._block_size = 0
-        self._group: int | None = None
-        self._keys: dict[int, int] = {}  # by hash
-        # By hash, the copies of a block: sequences computed at the same time do not share blocks.
-        self._copies: dict[int, int] = {}
-        self._changes: dict[int, bool] = {}  # by key, since the last update; True: held now
-        self._resends = True  # a whole update is due: a router or Redis may have missed changes
-        self._resend_s = _RESEND_S
         self._sent_keys = 0  # since the last whole update, headers counted as keys
-        self._whole_at = -math.inf
+        self.reset(complete=False)
 
     def reset(self, complete: bool) -> None:
         """Forgets all blocks. ``complete``: True: the replica holds no block; False: its blocks
         are unknown."""
-        self._keys.clear()
-        self._copies.clear()
-        self._changes.clear()
-        self._block_size, self._group = 0, None
-        self.complete = complete
+        self._keys: dict[int, int] = {}  # by hash
+        # By hash, the copies of a block: sequences computed at the same time do not share blocks.
+        self._copies: dict[int, int] = {}
+        self._changes: dict[int, bool] = {}  # by key, since the last update; True: held now
+        self._block_size = 0
+        self._group: int | None = None
+        self.complete = complete  # True: the events have named every block that the replica holds
         self.number += 1  # invalidates earlier updates
         self._whole_at = -math.inf
         self.resend_all()
@@ -109,7 +102,7 @@ class KvBlocks:
         ``backs_off``: routers received the last update, but Redis did not store it. Whole updates
         are then ``_REFUSED_S`` apart; changes are still sent in between.
         """
-        self._resends = True
+        self._resends = True  # a whole update is due: a router or Redis may have missed changes
         self._resend_s = _REFUSED_S if backs_off else _RESEND_S
 
     def apply(self, event: Event) -> None:
