@@ -48,14 +48,12 @@ class Host:
 
     async def look_up(self) -> None:
         try:
-            self.addresses = _one_family(await self._resolved())
+            found = [self._name] if is_ip(self._name) else await self._lookup.result()
+            self.addresses = _one_family(found)
         except (OSError, UnicodeError) as error:
             self.outage.failed(error)
         else:
             self.outage.note("" if self.addresses else "the name has no address")
-
-    async def _resolved(self) -> Sequence[str]:
-        return [self._name] if is_ip(self._name) else await self._lookup.result()
 
 
 def _one_family(addresses: Iterable[str]) -> tuple[str, ...]:
