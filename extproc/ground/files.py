@@ -2,7 +2,7 @@
 
 import logging
 import ssl
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -57,7 +57,7 @@ class WatchedFiles(Generic[T]):
 
     def read(self) -> T:
         """Returns the content; raises what the constructor's ``read`` raises."""
-        stamps, self._stamps = _stamps_of(self._files), None
+        stamps, self._stamps = [_stamp(file) for file in self._files], None
         self.content = self._read()
         self._stamps = stamps
         return self.content
@@ -76,7 +76,7 @@ class WatchedFiles(Generic[T]):
 
         Files count as changed until a read succeeds.
         """
-        if self._stamps == _stamps_of(self._files):
+        if self._stamps == [_stamp(file) for file in self._files]:
             self.outage.recovered()
             return None
         again = hasattr(self, "content")
@@ -91,12 +91,8 @@ class WatchedFiles(Generic[T]):
         return self.content
 
 
-def _stamps_of(files: Iterable[Path]) -> list[_Stamp | None]:
-    """Returns figures that change with each file; None for a file that cannot be accessed."""
-    return [_stamp(file) for file in files]
-
-
 def _stamp(file: Path) -> _Stamp | None:
+    """Returns figures that change with a file, or None if the file cannot be accessed."""
     try:
         status = file.stat()
     except OSError:
