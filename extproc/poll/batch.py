@@ -42,13 +42,14 @@ def scraped_state(
     limit = before.max_num_seqs if most == before.most_running else 0
     if most in (before.running, figures.running) and _is_full(before, figures):
         limit = most
-    batch = {
-        "most_running": most,
-        "max_num_seqs": limit,
-        "tokens_per_step": _tokens_per_step(before, figures),
-    }
     listed = {name: getattr(before, name) for name in _LISTED} if before.listed else {}
-    return structs.replace(base, **{**figures.of_state(), **listed, **batch, **others})
+    return structs.replace(
+        base,
+        most_running=most,
+        max_num_seqs=limit,
+        tokens_per_step=_tokens_per_step(before, figures),
+        **{**figures.of_state(), **listed, **others},
+    )
 
 
 def _is_full(before: ReplicaState, now: EngineFigures) -> bool:
