@@ -28,8 +28,7 @@ class Poller:
     ) -> None:
         self._into = into
         self._context = partial(PollContext, config, into, metrics, random)
-        self._give_up_s = config.poll.give_up_s
-        self._hung_s = config.serve.hung_s
+        self._config = config
         self._discovery = Discovery(
             config.replicas,
             config.replicas_file,
@@ -56,7 +55,7 @@ class Poller:
             with zmq.asyncio.Context() as sockets:
                 # By default 1,023 sockets: a replica with KV events takes two.
                 sockets.set(zmq.MAX_SOCKETS, sockets.get(zmq.SOCKET_LIMIT))
-                session = open_session(self._give_up_s)
+                session = open_session(self._config.poll.give_up_s)
                 async with session, asyncio.TaskGroup() as tasks:
                     context = self._context(tasks, session, sockets)
                     await self._discover()
@@ -72,7 +71,7 @@ class Poller:
         answers scrapes, or it hangs and routers will end its requests soon."""
         if (polled := self._polled.get(replica)) is None:
             return False
-        hangs = 0.0 < polled.state.unanswered_s < self._hung_s + STALE_AFTER_S
+        hangs = 0.0 < polled.state.unanswered_s < self._config.serve.hung_s + STALE_AFTER_S
         return polled.state.healthy or hangs
 
     async def _rediscover(self) -> None:
