@@ -119,11 +119,10 @@ class Drains:
         idle = {name for name, drains in known.items() if not drains or name not in self.listed}
         self._idle_since = {replica: self._idle_since.get(replica, now) for replica in idle}
         old = {name for name, since in self._idle_since.items() if now - since > _REMEMBERED_S}
-        if old & there.keys():
-            await store.forget(old & there.keys())
+        if expired := old & there.keys():
+            await store.forget(expired)
         # Commands without effect are not restored: another poller may have deleted them as old.
-        lost = known.keys() - there.keys() - idle
-        if lost:
+        if lost := known.keys() - there.keys() - idle:
             await store.write({replica: known[replica] for replica in lost}, only_new=True)
         drains = {replica: value for replica, value in known.items() if replica not in old}
         if drains != self._drains:
