@@ -56,7 +56,7 @@ async def known_pollers(
     keys = Keys(pool)
     found: Any = await in_time(redis.smembers(keys.pollers))
     names = sorted(map(str_if_bytes, found))
-    beats = await _heartbeats(redis, keys, names, skips) if names else {}
+    beats = await _heartbeats(redis, keys, names, skips)
     stopped = {name for name, beat in beats.items() if beat and beat.stopped}
     alive = {name: beat or Heartbeat(()) for name, beat in beats.items() if name not in stopped}
     return {process_address(name): beat for name, beat in alive.items()}, stopped
@@ -66,6 +66,8 @@ async def _heartbeats(
     redis: Redis, keys: Keys, names: Collection[str], skips: Skips
 ) -> dict[str, Heartbeat | None]:
     """Returns the named pollers' heartbeats in Redis, with None for an unreadable heartbeat."""
+    if not names:  # Redis refuses to read no keys
+        return {}
     by_key = {keys.poller + name: name for name in names}
     values = await in_time(redis.mget([*by_key]))
     found = zip(by_key.items(), values, strict=True)
@@ -181,8 +183,6 @@ class Assigner:
 
     async def _read(self, names: Set[str]) -> dict[str, frozenset[str]]:
         """Returns the replica list of each named poller that is alive."""
-        if not names:
-            return {}
         beats = await _heartbeats(self._redis, self._keys, names, self._skips)
         if dead := names - beats.keys():
             await in_time(self._redis.srem(self._keys.pollers, *dead))
