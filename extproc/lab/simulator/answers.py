@@ -49,7 +49,6 @@ class Reply(ABC):
     key: str  # unique part of the id
     model: str
     created: int  # seconds since the epoch
-    prompt_tokens: int
     details: bool  # True: the usage reports cached prompt tokens, an option of vLLM
 
     def __post_init__(self) -> None:
@@ -58,7 +57,7 @@ class Reply(ABC):
     def prelude(self) -> bytes:
         return b""
 
-    def opening(self, sequences: int) -> bytes:
+    def opening(self, generation: Generation) -> bytes:
         """Return the events of a stream before its first token."""
         return b""
 
@@ -128,11 +127,11 @@ class ChatReply(CompletionReply):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def opening(self, sequences: int) -> bytes:
+    def opening(self, generation: Generation) -> bytes:
         delta = {"role": "assistant", "content": ""}
         return b"".join(
             self._chunk(choices=[{"index": index, "delta": delta, "finish_reason": None}])
-            for index in range(sequences)
+            for index in range(len(generation.answers))
         )
 
     def _text(self, text: str) -> dict[str, Any]:
@@ -147,8 +146,9 @@ class MessagesReply(Reply):
 
     id_prefix = "msg_"
 
-    def opening(self, sequences: int) -> bytes:
-        message = self._message([], None, {"input_tokens": self.prompt_tokens, "output_tokens": 0})
+    def opening(self, generation: Generation) -> bytes:
+        usage = {"input_tokens": generation.usage().prompt, "output_tokens": 0}
+        message = self._message([], None, usage)
         block = event("content_block_start", index=0, content_block={"type": "text", "text": ""})
         return event("message_start", message=message) + block
 
@@ -197,7 +197,7 @@ class ResponsesReply(Reply):
         kinds = ("created", "in_progress")
         return b"".join(self._event(kind, response=response) for kind in kinds)
 
-    def opening(self, sequences: int) -> bytes:
+    def opening(self, generation: Generation) -> bytes:
         item = self._message("in_progress", [])
         added = self._event("output_item.added", output_index=0, item=item)
         return added + self._event("content_part.added", **self._item, part=_part(""))

@@ -136,9 +136,8 @@ class ReplicaServer:
         body = await self._inference(request, body_type)
         self._responses.resume(body)
         generation = self.replica.generate(body, _output_tokens(request))
-        prompt_tokens = generation.usage().prompt
         details = self.replica.settings.enable_prompt_tokens_details
-        reply = reply_type(*self._head(body), prompt_tokens, details)
+        reply = reply_type(*self._head(body), details)
         if body.stream:
             stream = _stream(request, generation, reply, body.include_usage)
             return await self._finish(stream, generation, body, reply)
@@ -266,7 +265,7 @@ async def _stream(
     with suppress(ConnectionError):  # the client has closed the connection
         await response.prepare(request)
         await response.write(reply.prelude())
-        pending = reply.opening(len(generation.answers))
+        pending = reply.opening(generation)
         async for batch in generation.stream():
             pending += b"".join([reply.token(*token) for token in batch])
             if generation.complete:
