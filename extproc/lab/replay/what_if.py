@@ -1,6 +1,6 @@
 """Replays of a record: as recorded, and then without and with a change."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -72,9 +72,11 @@ class Replayed:
     def __str__(self) -> str:
         scene, rows = self.scene, list[list[str]]()
         for kind, fit in self.fits.items():
-            rows.append([f"{KINDS[kind]} recorded", *map(figure, fit.recorded.values())])
-            rows.append(["  replayed", *map(figure, fit.replayed.values())])
-            rows.append(["  off by", *(f"{off:+.1%}" for off in fit.off.values())])
+            rows += [
+                [f"{KINDS[kind]} recorded", *map(figure, fit.recorded.values())],
+                ["  replayed", *map(figure, fit.replayed.values())],
+                ["  off by", *(f"{off:+.1%}" for off in fit.off.values())],
+            ]
         request = self.fits["completion_s"].request
         names, policy = ", ".join(scene.names), scene.config.route.policy
         head = (
@@ -98,8 +100,17 @@ class ChangeEffect:
     unserved: tuple[float, float]  # share of requests that no replica serves: unchanged, changed
 
     def __str__(self) -> str:
+        rows = list[list[str]]()
+        for kind, figures in self.differences.items():
+            each = [figures[name] for name in FIGURES]
+            rows += [
+                [f"{KINDS[kind]} as it is", *(figure(found.before) for found in each)],
+                ["  changed", *(figure(found.after) for found in each)],
+                ["  difference", *(f"{found.seconds:+.3g}" for found in each)],
+                ["  90% between", *(f"{found.low:+.3g} and {found.high:+.3g}" for found in each)],
+            ]
         columns = [Column("seconds", left=True), *_COLUMNS]
-        lines = [f"with {self.change}", "", *table(columns, list(self._rows()))]
+        lines = [f"with {self.change}", "", *table(columns, rows)]
         if any(self.unserved):
             shares = "{:.1%} as it is, {:.1%} changed".format(*self.unserved)
             lines += ["", f"requests without a replica: {shares}; the figures exclude them"]
@@ -110,14 +121,6 @@ class ChangeEffect:
                 "95th percentile of completions; record for longer",
             ]
         return "\n".join(lines)
-
-    def _rows(self) -> Iterator[list[str]]:
-        for kind, figures in self.differences.items():
-            each = [figures[name] for name in FIGURES]
-            yield [f"{KINDS[kind]} as it is", *(figure(found.before) for found in each)]
-            yield ["  changed", *(figure(found.after) for found in each)]
-            yield ["  difference", *(f"{found.seconds:+.3g}" for found in each)]
-            yield ["  90% between", *(f"{found.low:+.3g} and {found.high:+.3g}" for found in each)]
 
 
 def changed(scene: Scene, change: Change) -> Scene:
