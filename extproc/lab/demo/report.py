@@ -107,12 +107,15 @@ class Report:
             ["answered", *(str(run["ok"]) for run in runs)],
             ["routed / by fallback", *(f"{run['routed']} / {run['fallback']}" for run in runs)],
         ]
-        for title, name in (("completion", "completion_s"), ("first token", "ttft_s")):
-            for at in ("p50", "p99"):
-                rows.append([f"{title} {at}", *(_seconds(run[name][at]) for run in runs)])
-        for replica in runs[0]["per_replica"]:
-            served = (str(run["per_replica"][replica]) for run in runs)
-            rows.append([f"served by {replica}", *served])
+        rows += [
+            [f"{title} {at}", *(_seconds(run[name][at]) for run in runs)]
+            for title, name in (("completion", "completion_s"), ("first token", "ttft_s"))
+            for at in ("p50", "p99")
+        ]
+        rows += [
+            [f"served by {replica}", *(str(run["per_replica"][replica]) for run in runs)]
+            for replica in runs[0]["per_replica"]
+        ]
         title = f"{len(self.run.answers)} requests"
         columns = [Column(title, left=True), Column("default"), Column("round_robin")]
         return "\n".join([*table(columns, rows), "", *self._conclusions()])
