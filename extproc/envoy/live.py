@@ -260,5 +260,7 @@ def _check_state(id_: str, snapshot: Snapshot | None) -> Iterator[Problem]:
     elif (age_s := snapshot.ages[id_]) > STALE_AFTER_S:
         yield Level.WARNING, f"its state is {age_s:.0f} s old. Is the poller that scrapes it alive?"
     if state.draining:
-        text = "draining: it gets no new requests. To use it again: extproc replicas undrain"
-        yield Level.WARNING, text
+        yield (
+            Level.WARNING,
+            "draining: it gets no new requests. To use it again: extproc replicas undrain",
+        )

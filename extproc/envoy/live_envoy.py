@@ -73,29 +73,33 @@ def _check_members(
         unhealthy = {host: reasons for host, reasons in hosts.get(name, {}).items() if reasons}
         if name in routers and len(unhealthy) == len(hosts.get(name, {})):
             listed = ", ".join(f"{host}: {reasons}" for host, reasons in unhealthy.items())
-            text = (
+            yield (
+                Level.ERROR,
                 f"cluster {name!r} has no healthy member ({listed or 'it is empty'}): Envoy's "
-                "fallback policy serves all requests. Start a router at the address in this cluster"
+                "fallback policy serves all requests. Start a router at the address in this "
+                "cluster",
             )
-            yield Level.ERROR, text
             continue
         sender = "Envoy" if name in routers else "Envoy's fallback policy"
         for host, reasons in unhealthy.items():
             title = with_name(host, replicas.get(host, ""))
-            text = f"cluster {name!r}: {title} is unhealthy ({reasons}): {sender} sends no requests"
-            yield Level.WARNING, f"{text} there"
+            yield (
+                Level.WARNING,
+                f"cluster {name!r}: {title} is unhealthy ({reasons}): {sender} sends no "
+                "requests there",
+            )
     members = {host: name for name in fixed for host in hosts.get(name, {})}
     for host in members.keys() - replicas.keys():
-        text = (
+        yield (
+            Level.WARNING,
             f"cluster {members[host]!r} has the member {host}, which no poller knows: only Envoy's "
             "fallback policy sends requests there. Add it to replicas, or remove it from the "
-            "cluster"
+            "cluster",
         )
-        yield Level.WARNING, text
     for host in replicas.keys() - members.keys() if fixed else ():
-        text = (
+        yield (
+            Level.ERROR,
             f"no cluster has the member {with_name(host, replicas[host])}, which routers choose: "
             "Envoy ignores that choice. Add it to the cluster, or let 'extproc eds' tell Envoy "
-            "the members"
+            "the members",
         )
-        yield Level.ERROR, text
