@@ -23,8 +23,7 @@ _TLS = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
 def _candidates(file: EnvoyFile) -> list[Node]:
     """Return the clusters that follow the router's choice. If no cluster does, return all clusters
     except the router's."""
-    routers = {cluster.path for cluster in file.router_clusters}
-    others = [cluster for cluster in file.all(CLUSTER) if cluster.path not in routers]
+    others = [cluster for cluster in file.all(CLUSTER) if cluster not in file.router_clusters]
     return file.replica_clusters or others
 
 
@@ -100,12 +99,12 @@ def _listed_routers(file: EnvoyFile, named: bool) -> list[Node]:
 
     A host name may belong to a Kubernetes Service, which may map the port to another port.
     """
-
-    def has_name(cluster: Node) -> bool:
-        return not all(is_ip(host) or host == "localhost" for host, _ in _members(file, cluster))
-
-    clusters = [cluster for cluster in file.router_clusters if _members(file, cluster)]
-    return [cluster for cluster in clusters if has_name(cluster) == named]
+    return [
+        cluster
+        for cluster in file.router_clusters
+        if (members := _members(file, cluster))
+        and any(not is_ip(host) and host != "localhost" for host, _ in members) == named
+    ]
 
 
 def _other_ports(cluster: Node, file: EnvoyFile) -> str:
