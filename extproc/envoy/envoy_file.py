@@ -92,8 +92,7 @@ class EnvoyFile(Tree):
     def replica_routes(self) -> list[Node]:
         """Routes to ``replica_clusters``; all routes if the file has no such cluster."""
         names = {cluster["name"] for cluster in self.replica_clusters}
-        routes = self.all(ROUTE)
-        return [route for route in routes if not names or clusters_of(route) & names]
+        return [route for route in self.all(ROUTE) if not names or clusters_of(route) & names]
 
     @cached_property
     def ext_procs(self) -> list[Node]:
@@ -195,7 +194,11 @@ class EnvoyFile(Tree):
             for mutation in self.all(_HEADER_MUTATION, manager)
             if _may_precede(mutation.path, filter.path)
         ]
-        return any(_removes(mutations, header) for mutations in removed)
+        return any(
+            (mutation["remove"] or "").lower() == header
+            for mutations in removed
+            for mutation in mutations
+        )
 
 
 def destination(cluster: Node) -> str:
@@ -231,10 +234,6 @@ def clusters_of(route: Node) -> set[str]:
     """Return the clusters that a route names; empty if a header or a plugin chooses the cluster."""
     weighted = route["weighted_clusters"]["clusters"]
     return {route["cluster"], *(cluster["name"] for cluster in weighted)} - {"", None}
-
-
-def _removes(mutations: list[Node], header: str) -> bool:
-    return any((mutation["remove"] or "").lower() == header for mutation in mutations)
 
 
 def _overridden(filter: Node, settings: list[Node]) -> list[Node]:
