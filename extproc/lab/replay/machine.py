@@ -154,8 +154,9 @@ class MachinePoller:
             self._estimator.poll(figures.counts(now), self._prior.prior)
             self._prior.report(self._machine.name, self._estimator.evidence)
             learned, measured = self._estimator.model, self._estimator.measured
-        known = {"learned": learned, "measured": measured, "scraped_at": now}
-        return scraped_state(self.base, before, figures, **known)
+        return scraped_state(
+            self.base, before, figures, learned=learned, measured=measured, scraped_at=now
+        )
 
     def _figures(self) -> PageFigures:
         engine = self._machine.engine
