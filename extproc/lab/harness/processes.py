@@ -279,7 +279,6 @@ async def start_redis(directory: Path, port: int) -> Process:
     """
     if await listening(port)():
         raise ProcessError(f"cannot start redis: port {port} is taken")
-    log = directory / "redis.log"
     options = {"port": port, "bind": _HOST, "save": "", "appendonly": "no", "dir": directory}
     argv: list[str | Path] = [redis_binary(), *flags(options)]
-    return await Process.start("redis", argv, log=log, ready=listening(port))
+    return await Process.start("redis", argv, log=directory / "redis.log", ready=listening(port))

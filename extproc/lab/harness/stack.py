@@ -209,8 +209,7 @@ class Stack:
         if name in (*self.routers, *self.pollers):
             return self._service(name), answers(f"{self.admin(name)}/healthz")
         replica = next(replica for replica in self.replicas if replica.name == name)
-        options = {"port": self.ports[name], "model": MODEL, "profile": replica.profile}
-        words = flags(options)
+        words = flags({"port": self.ports[name], "model": MODEL, "profile": replica.profile})
         if replica.kv_events_ports:
             words += ["--kv-events-ports", *map(str, replica.kv_events_ports)]
         argv = self._command(*replica.program, *words, *replica.arguments)
