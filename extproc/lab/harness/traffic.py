@@ -179,8 +179,8 @@ def _kind(error: Exception, status: int | None, stream: bool) -> str:
             return "connect"
         case TimeoutError():
             return "timeout"
-    if status is None:
-        return "disconnected"
+        case _ if status is None:
+            return "disconnected"
     return "broken stream" if stream else "broken answer"
 
 
