@@ -1,8 +1,7 @@
 """Discrete-event simulation: production routers with simulated engines."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from heapq import merge
 from itertools import accumulate, chain, count, repeat
@@ -59,7 +58,7 @@ class Simulation(ABC):
     def _arrival(self, number: int, traced: Traced) -> Arrival:
         """Request as the router and the engines see it."""
 
-    def run(self, trace: Items[Traced]) -> Iterator[Served]:
+    def run(self, trace: Sequence[Traced]) -> Iterator[Served]:
         """Play the trace; yield each answered request at its end.
 
         Raises:
