@@ -209,13 +209,12 @@ class ResponsesReply(Reply):
         whole = self.whole(generation)
         [message] = whole["output"]
         [part] = message["content"]
-        ends = (
-            self._event("output_text.done", **self._item, text=part["text"], logprobs=[]),
-            self._event("content_part.done", **self._item, part=part),
-            self._event("output_item.done", output_index=0, item=message),
-            self._event("completed", response=whole),
+        return (
+            self._event("output_text.done", **self._item, text=part["text"], logprobs=[])
+            + self._event("content_part.done", **self._item, part=part)
+            + self._event("output_item.done", output_index=0, item=message)
+            + self._event("completed", response=whole)
         )
-        return b"".join(ends)
 
     def whole(self, generation: Generation) -> dict[str, Any]:
         [answer], usage = generation.answers, generation.usage()

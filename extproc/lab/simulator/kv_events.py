@@ -36,8 +36,9 @@ class BlockEvents:
                 self._events.put_nowait(self._stored(sequence, blocks[0], blocks[-1]))
 
     def removed(self, hash_: int) -> None:
-        event = {"type": "BlockRemoved", "block_hashes": [hash_], "medium": _MEDIUM}
-        self._events.put_nowait(event)
+        self._events.put_nowait(
+            {"type": "BlockRemoved", "block_hashes": [hash_], "medium": _MEDIUM}
+        )
 
     def cleared(self) -> None:
         self._events.put_nowait({"type": "AllBlocksCleared"})
