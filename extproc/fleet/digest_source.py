@@ -104,8 +104,11 @@ class DigestSource:
         at, queued = self._wall(), self.queued()
         sent, self._sent_queue = self._sent_queue, queued
         if kind is DigestKind.CHANGES:
-            named = [id_ for id_ in sent | queued if sent.get(id_) != queued.get(id_)]
-            queued = {id_: queued.get(id_, {}) for id_ in named}
+            queued = {
+                id_: queued.get(id_, {})
+                for id_ in sent | queued
+                if sent.get(id_) != queued.get(id_)
+            }
         return Digest(self._router, self._number, at, kind, ids, figures, admin, queued)
 
     def _figures(self, now: float) -> Floats:

@@ -33,8 +33,7 @@ def admin_routes(*pools: Services) -> list[web.RouteDef]:
     async def fleet(_: web.Request) -> web.Response:
         in_flight = sum(pool.fleet.in_flight for pool in pools)
         replicas = await _array(_states(pools))
-        figures = FORMAT, in_flight, replicas
-        return _json(b'{"version":%d,"in_flight":%d,"replicas":%s}' % figures)
+        return _json(b'{"version":%d,"in_flight":%d,"replicas":%s}' % (FORMAT, in_flight, replicas))
 
     return [
         web.get("/decisions", decisions, allow_head=False),

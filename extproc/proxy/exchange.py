@@ -248,20 +248,21 @@ class Exchange:
             outcome.queued_s, outcome.queue_reason = waited, reason
             services.metrics.queued_seconds.observe(waited)
         if self._trace is not None:
-            pool = services.config.pool
-            self._trace.sent(decision, self.headers.request_id, pool, waited)
+            self._trace.sent(decision, self.headers.request_id, services.config.pool, waited)
 
     def _logged(self, decision: Decision, observed: bool = False) -> LiveOutcome:
-        services, request_id = self.services, self.headers.request_id
-        now, pool = services.wall(), services.config.pool
-        return services.log.add(request_id, now, decision, pool, observed).outcome
+        services = self.services
+        return services.log.add(
+            self.headers.request_id, services.wall(), decision, services.config.pool, observed
+        ).outcome
 
     def observe(self, decision: Decision) -> None:
         """Keeps the decision, to compare it with Envoy's choice, which the response will show."""
         decision.drop_large_parts()
         outcome, sent_at = self._logged(decision, observed=True), self.services.clock()
-        samples = not self._envoy_waits
-        self._observed = Observed(self.services, decision, outcome, sent_at, samples)
+        self._observed = Observed(
+            self.services, decision, outcome, sent_at, envoy_samples=not self._envoy_waits
+        )
 
     async def wait_in_queue(self, until: asyncio.Future[Any], reason: str) -> None:
         """Waits for ``until``, and lets Envoy wait, too; ``reason``: for the trace.
