@@ -120,10 +120,9 @@ class Exchange:
             return message
         while True:
             message = await self._call.read(self.body.evicted)
-            if not self.full_duplex or message.WhichOneof("request") != "request_body":
-                return message
-            if not self._request_ended:
-                self._request_ended = message.request_body.end_of_stream
+            repeated = self._request_ended and message.WhichOneof("request") == "request_body"
+            if not repeated:
+                self._request_ended |= self.full_duplex and message.request_body.end_of_stream
                 return message
 
     def reply_to(self, message: ProcessingRequest) -> bytes:
