@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import grpc
 
@@ -62,13 +62,9 @@ def batch_scheduled_threads() -> Iterator[None]:
     handles several messages at once: a seventh less CPU per request on a busy core
     (``benchmarks.overhead``). Nothing changes on an idle core, or on systems other than Linux.
     """
-    changed = False
-    with suppress(OSError):  # musl has no such call, and a sandbox may forbid it
-        if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-            changed = True
-    try:
+    with ExitStack() as at_exit:
+        with suppress(OSError):  # musl has no such call, and a sandbox may forbid it
+            if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+                at_exit.callback(os.sched_setscheduler, 0, os.SCHED_OTHER, os.sched_param(0))
         yield
-    finally:
-        if changed:
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
