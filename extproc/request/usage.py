@@ -67,14 +67,13 @@ class UsageReader:
             self._streamed = not head.startswith((b"{", b"["))
         window = self._carry + chunk
         start = max(0, len(self._carry) - _OVERLAP)
-        if self._streamed and (_ERROR in window or _ERROR_EVENT in window):
-            self.failed = True
+        if self._streamed:
+            self.failed |= _ERROR in window or _ERROR_EVENT in window
+            for mark in _COUNTED:
+                self._counts[mark] += window.count(mark, start)
         if not self.generating:
             self._prelude -= window.count(_EVENT, start)
             self.generating = self._prelude <= 0 and not self.failed
-        if self._streamed:
-            for mark in _COUNTED:
-                self._counts[mark] += window.count(mark, start)
         self._carry = window[-_CARRIED:]
         at = window.find(_USAGE)
         while at >= 0:
