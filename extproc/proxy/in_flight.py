@@ -121,9 +121,8 @@ class InFlight:
         if self._chunks is not None:
             services.chunks.spend(self._chunks - self._expected_chunks)
         # A response that was cut off or runs on in the background has no known length.
-        succeeded = outcome.status is not None and outcome.status < 400
-        succeeded = succeeded and not lost and not profile.in_background
-        succeeded = succeeded and not (self._usage and self._usage.failed)
+        unusable = lost or profile.in_background or (self._usage and self._usage.failed)
+        succeeded = outcome.status is not None and outcome.status < 400 and not unusable
         # Envoy closes the stream in the same way when a response ends and when a client hangs up:
         # only the last chunk, or trailers, show that the response is complete.
         complete = succeeded and self.response_ended
