@@ -217,10 +217,8 @@ def _refuse_slow_first_token(services: Services, decision: Decision) -> None:
 
 def _refuse_late(services: Services, decision: Decision) -> None:
     """Raises Saturated if a sheddable request would miss its target on every replica."""
-    lateness = decision.situation.late
-    if lateness is None or not decision.profile.objective.sheddable:
-        return
-    if (late := least(lateness)) > 0.0:
+    lateness, sheddable = decision.situation.late, decision.profile.objective.sheddable
+    if sheddable and lateness is not None and (late := least(lateness)) > 0.0:
         message = f"on every replica the request would miss its target, by {late:.2f} s at least"
         retry_after = max(services.queue.retry_after_s(), late)
         raise Saturated(message, code="too_late", retry_after=retry_after)
