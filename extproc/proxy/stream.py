@@ -118,9 +118,10 @@ async def _headers_first(exchange: Exchange) -> None:
 
 
 def _unread_model(exchange: Exchange) -> str:
-    """Returns the model of a body that is too large to be read, or an empty string."""
+    """Returns the model of a body that need not pass the router, because it is too large to be
+    read; otherwise an empty string."""
     large = (exchange.headers.length or 0) > _most_read(exchange)
-    return (exchange.only_model or "") if large else ""
+    return (exchange.only_model or "") if large and not exchange.full_duplex else ""
 
 
 def _most_read(exchange: Exchange) -> int:
@@ -201,8 +202,7 @@ async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
         match message.WhichOneof("request"):
             case "request_headers":
                 body.whole = message.request_headers.end_of_stream
-                if exchange.leaves_body("request_headers"):
-                    unread_model = _unread_model(exchange)
+                unread_model = _unread_model(exchange)
             case "request_body":
                 # If trailers follow a buffered body, Envoy does not set ``end_of_stream``.
                 buffered = exchange.body_mode == messages.BUFFERED
