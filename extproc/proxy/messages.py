@@ -102,10 +102,8 @@ def send_to(
     ``leave_body``, in a reply to headers: Envoy sends the body to the replica, and not to the
     router. ``priority`` replaces the client's priority header.
     """
-    reply = ProcessingResponse()
-    if leave_body:
-        reply.mode_override.request_body_mode = NONE
-        reply.mode_override.response_trailer_mode = _SEND
+    alone = {"request_body_mode": NONE, "response_trailer_mode": _SEND}
+    reply = ProcessingResponse(mode_override=alone if leave_body else None)
     common = getattr(reply, phase).response
     _set_header(common.header_mutation, DESTINATION, destination.encode())
     common.header_mutation.remove_headers.extend((SUBSET, SERVED, RANK))
@@ -159,9 +157,7 @@ def pass_chunk(phase: str, body: bytes, end_of_stream: bool) -> bytes:
 
 def answer(status: int, body: bytes, retry_after: int = 0) -> bytes:
     """Answer to the client, with a JSON body; ``retry_after``: seconds, or 0 for no header."""
-    reply = ProcessingResponse()
-    reply.immediate_response.status.code = status
-    reply.immediate_response.body = body
+    reply = ProcessingResponse(immediate_response={"status": {"code": status}, "body": body})
     _set_header(reply.immediate_response.headers, "content-type", b"application/json")
     if retry_after:
         _set_header(reply.immediate_response.headers, "retry-after", b"%d" % retry_after)
