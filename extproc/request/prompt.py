@@ -238,12 +238,10 @@ def _read_pairs(fields: dict[str, object]) -> Reading:
     query, document = Prompt(), Prompt()
     query.add_content(queries)
     document.add_content(documents)
-    right_lengths = _lengths(documents)
-    left_lengths, pairs = _lengths(queries), len(right_lengths)
-    own_query = len(left_lengths) > 1
-    each = left_lengths if own_query else left_lengths * pairs
-    lengths = [sum(pair) for pair in zip(each, right_lengths, strict=False)]
-    return Reading([(query, 1 if own_query else pairs), (document, 1)], lengths or [0])
+    left, right = _lengths(queries), _lengths(documents)
+    times = 1 if len(left) > 1 else len(right)
+    lengths = [sum(pair) for pair in zip(left * times, right, strict=False)]
+    return Reading([(query, times), (document, 1)], lengths or [0])
 
 
 def _lengths(values: object) -> list[int]:
