@@ -34,15 +34,15 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = time.strftime
+        environment.globals.update(raise_exception=_raise, strftime_now=time.strftime)
         try:
             parsed = environment.parse(source)
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ValueError(f"not a Jinja template: {error}") from None
-        tokens = {name: _content(config.get(name)) for name in _SPECIAL}
-        self._special = {name: token for name, token in tokens.items() if token is not None}
+        self._special = {
+            name: token for name in _SPECIAL if (token := _content(config.get(name))) is not None
+        }
         # A template that loops over a content takes a list of parts; others print the content.
         self.takes_parts = any(_of_content(loop.iter) for loop in parsed.find_all(nodes.For))
 
