@@ -24,7 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "adapters": {"adapters": 6},
 }
 """Options of the simulation, in the order of play: the fastest variant first."""
-DECISIONS = {"not shared": 90, "shared": 60, "adapters": 160}
+DECISIONS = {"not shared": 160, "shared": 60, "adapters": 160}
 """Decisions of each variant to compare: enough for every part to change one."""
 SHOWN_BY = {
     "prior of the fleet": "adapters",
