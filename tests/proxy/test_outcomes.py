@@ -40,6 +40,20 @@ CONNECTION_FAILED, CONNECTION_TERMINATED, RETRIES_EXHAUSTED = 1 << 5, 1 << 6, 1 
 """Envoy's response flags UF, UC and URX."""
 
 
+async def begin_stream(stream: Stream) -> str:
+    """Asks for a stream; returns the first choice, which has begun to answer."""
+    first, _ = destination(await stream.ask(STREAMED, headers=NAMED))
+    await stream.response_headers(upstream=first, content_type=EVENTS)
+    return first
+
+
+async def tokens_at_end(stream: Stream, services: Services) -> int | None:
+    """Ends the stream; returns the output tokens of its record."""
+    await stream.end()
+    (record,) = services.log.of_request("one")
+    return record.outcome.output_tokens
+
+
 @pytest.fixture
 def config() -> Config:
     objectives = {"chat": {"priority": 1, "models": [MODEL]}}
@@ -65,8 +79,7 @@ def value(registry: CollectorRegistry, name: str, by: Mapping[str, str] = BY) ->
 async def test_streamed_response_fills_time_and_prediction_metrics(
     stream: Stream, services: Services, clock: ManualClock, registry: CollectorRegistry
 ) -> None:
-    first, _ = destination(await stream.ask(STREAMED, headers=NAMED))
-    await stream.response_headers(upstream=first, content_type=EVENTS)
+    first = await begin_stream(stream)
     clock.advance(0.5)
     await stream.response_body(TOKEN, False)
     clock.advance(2.0)
@@ -301,8 +314,7 @@ async def test_response_cut_off_teaches_no_length(
     stream: Stream, services: Services, clock: ManualClock
 ) -> None:
     before = expected_length(services)
-    first, _ = destination(await stream.ask(STREAMED, headers=NAMED))
-    await stream.response_headers(upstream=first, content_type=EVENTS)
+    await begin_stream(stream)
     await stream.response_body(TOKEN, False)
     clock.advance(1.0)
     put_replicas(services, running=2, steps=30.0)
@@ -313,8 +325,7 @@ async def test_response_cut_off_teaches_no_length(
 
 
 async def test_trailers_end_a_response(stream: Stream, services: Services) -> None:
-    first, _ = destination(await stream.ask(STREAMED, headers=NAMED))
-    await stream.response_headers(upstream=first, content_type=EVENTS)
+    await begin_stream(stream)
     await stream.response_body(LAST, end_of_stream=False)
     await stream.send(RESPONSE_TRAILERS)
     await stream.end()
@@ -327,8 +338,7 @@ async def test_stream_that_ends_with_an_error_teaches_nothing(
     stream: Stream, services: Services, clock: ManualClock, tokens: int
 ) -> None:
     before = expected_length(services)
-    first, _ = destination(await stream.ask(STREAMED, headers=NAMED))
-    await stream.response_headers(upstream=first, content_type=EVENTS)
+    await begin_stream(stream)
     for _ in range(tokens):
         await stream.response_body(TOKEN, False)
     clock.advance(1.0)
@@ -346,13 +356,10 @@ async def test_events_without_usage_count_as_the_tokens_of_a_step(
 ) -> None:
     """With speculative decoding, vLLM sends the tokens of a step together."""
     put_replicas(services, tokens_per_step=3.0)
-    first, _ = destination(await stream.ask(STREAMED, headers=NAMED))
-    await stream.response_headers(upstream=first, content_type=EVENTS)
+    await begin_stream(stream)
     for left in (4, 3, 2, 1, 0):
         await stream.response_body(TOKEN, not left)
-    await stream.end()
-    (record,) = services.log.of_request("one")
-    assert record.outcome.output_tokens == 1 + 4 * 3
+    assert await tokens_at_end(stream, services) == 1 + 4 * 3
 
 
 async def test_steps_count_where_events_have_the_tokens_of_several(
@@ -360,15 +367,12 @@ async def test_steps_count_where_events_have_the_tokens_of_several(
 ) -> None:
     """vLLM does so if its server is busy, or with ``--stream-interval``."""
     put_replicas(services, steps=0.0)
-    first, _ = destination(await stream.ask(STREAMED, headers=NAMED))
-    await stream.response_headers(upstream=first, content_type=EVENTS)
+    await begin_stream(stream)
     await stream.response_body(TOKEN, False)
     clock.advance(1.0)
     put_replicas(services, running=1, steps=20.0)
     await stream.response_body(TOKEN)
-    await stream.end()
-    (record,) = services.log.of_request("one")
-    assert record.outcome.output_tokens == 1 + 20
+    assert await tokens_at_end(stream, services) == 1 + 20
 
 
 async def test_steps_before_the_observed_first_token_do_not_count(
@@ -376,8 +380,7 @@ async def test_steps_before_the_observed_first_token_do_not_count(
 ) -> None:
     """The prompt took longer than predicted, and the replica's other requests went on."""
     put_replicas(services, steps=0.0)
-    first, _ = destination(await stream.ask(STREAMED, headers=NAMED))
-    await stream.response_headers(upstream=first, content_type=EVENTS)
+    await begin_stream(stream)
     for second in range(1, 4):
         clock.advance(1.0)
         put_replicas(services, running=2, steps=20.0 * second)
@@ -386,25 +389,20 @@ async def test_steps_before_the_observed_first_token_do_not_count(
     put_replicas(services, running=2, steps=62.0)
     await stream.response_body(TOKEN, False)
     await stream.response_body(TOKEN)
-    await stream.end()
-    (record,) = services.log.of_request("one")
-    assert record.outcome.output_tokens == 3
+    assert await tokens_at_end(stream, services) == 3
 
 
 async def test_predicted_steps_do_not_count_beyond_the_events(
     stream: Stream, services: Services, clock: ManualClock
 ) -> None:
     put_replicas(services, steps=0.0)
-    first, _ = destination(await stream.ask(STREAMED, headers=NAMED))
-    await stream.response_headers(upstream=first, content_type=EVENTS)
+    await begin_stream(stream)
     await stream.response_body(TOKEN, False)
     clock.advance(0.1)
     put_replicas(services, running=1, steps=1.0)
     clock.advance(0.2)
     await stream.response_body(TOKEN)
-    await stream.end()
-    (record,) = services.log.of_request("one")
-    assert record.outcome.output_tokens == 2
+    assert await tokens_at_end(stream, services) == 2
 
 
 async def test_stream_without_usage_teaches_completion_error(
