@@ -110,6 +110,7 @@ class Decision(Struct, eq=False):
     second: str | None = None  # ip:port for a retry
     name: str = ""  # of the model on the chosen replica; empty: as requested
     fallback: str = ""  # why the load of other routers did not count
+    _work_s: float | None = None  # set by ``work_s``
 
     @property
     def why(self) -> str:
@@ -148,7 +149,10 @@ class Decision(Struct, eq=False):
     @property
     def work_s(self) -> float:
         """Seconds of the chosen replica's time that the request uses up."""
-        return work(self.profile, self.prediction, self.situation.view, self.choice.first)
+        if self._work_s is None:
+            view, first = self.situation.view, self.choice.first
+            self._work_s = work(self.profile, self.prediction, view, first)
+        return self._work_s
 
     def on(self, replica: str) -> "Decision | None":
         """Return the decision as if the replica were chosen; None if it is no candidate."""
@@ -156,7 +160,7 @@ class Decision(Struct, eq=False):
         if replica not in ids:
             return None
         choice = structs.replace(self.choice, first=ids.index(replica))
-        return structs.replace(self, choice=choice, replica=replica)
+        return structs.replace(self, choice=choice, replica=replica, _work_s=None)
 
     def drop_large_parts(self) -> None:
         """Drop large parts that nothing needs after the dispatch, because decisions and profiles
