@@ -195,8 +195,8 @@ class EdsStack(FileStack):
         self.ports["eds"] = free_port()
 
     async def start(self, name: str) -> None:
-        """Start the control plane before Envoy, which would otherwise retry later."""
-        if name == "envoy" and self.name == "eds":
+        """Start the control plane before the first Envoy, which would otherwise retry later."""
+        if name == "envoy" and self.name == "eds" and "eds" not in self._processes:
             await super().start("eds")
         await super().start(name)
 
