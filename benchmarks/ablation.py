@@ -120,6 +120,7 @@ _ESTIMATOR = "extproc.predict.estimator"
 _CORRECTION, _LENGTHS = "extproc.predict.correction", "extproc.predict.lengths"
 _COMPLETION, _POLICIES = "extproc.predict.completion", "extproc.route.policies"
 _ROUTER, _FLEET = "extproc.route.router", "extproc.fleet.fleet:Fleet"
+_SPEEDS = "extproc.fleet.speeds:Speeds"
 _PREFIXES, _NEW = "extproc.fleet.prefix_index", "extproc.fleet.eligibility:Eligibility"
 _POLLS = "extproc.fleet.reconcile:Reconciliation"
 _WEIGHT = f"{_COMPLETION}:Prediction.cost_weight"
@@ -133,8 +134,8 @@ PARTS = {
     ),
     "solo rows": AblatedPart("extproc.predict.windows:Windows._solo_request", _returning([])),
     "limit on new replicas": AblatedPart(f"{_NEW}.without_full", _returning(None)),
-    "trial of new replicas": AblatedPart(f"{_FLEET}._favour", _returning(None)),
-    "first tokens of new replicas": AblatedPart(f"{_FLEET}.learn_first_token", _returning(None)),
+    "trial of new replicas": AblatedPart(f"{_SPEEDS}.favour_untried", _returning(None)),
+    "first tokens of new replicas": AblatedPart(f"{_SPEEDS}.learn_first_token", _returning(None)),
     "decode correction": AblatedPart(
         f"{_CORRECTION}:Corrections.ratios", _constant(lambda self, *_: np.ones(len(self._sums.T)))
     ),

@@ -12,13 +12,7 @@ from extproc.fleet.adapters import AdapterSlots
 from extproc.fleet.announcements import OwnerMap, PromptLog, SentPrompt
 from extproc.fleet.digest import (
     BACKLOG,
-    DECODED,
-    DECODING,
-    EXPECTED,
-    KV,
     QUEUED,
-    QUEUED_SEQUENCES,
-    REMAINING,
     REQUESTS,
     Digest,
 )
@@ -31,23 +25,19 @@ from extproc.fleet.peers import Peers
 from extproc.fleet.prefix_index import PrefixHits, PrefixIndex
 from extproc.fleet.progress import Progress
 from extproc.fleet.reconcile import Reconciliation
-from extproc.fleet.tables import POLICY_COLUMNS, UNBOUNDED_TOKENS, Replicas, Requests
+from extproc.fleet.speeds import Speeds
+from extproc.fleet.tables import Replicas, Requests
+from extproc.fleet.views import sequences_on, view_of
 from extproc.ground.clock import Clock, monotonic, wall
-from extproc.predict.correction import Corrections, FirstTokens
 from extproc.predict.inputs import (
     Candidates,
     Columns,
     FleetView,
-    Floats,
     Indices,
     Sequences,
-    least,
     most,
-    usual_step,
 )
 from extproc.predict.lengths import OutputLengths
-from extproc.predict.provisional import ProvisionalSpeed
-from extproc.predict.step import profile_or_default
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import NO_PREFIX, Prefix
 from extproc.request.profile import RequestProfile
@@ -98,10 +88,7 @@ class Fleet:
         self.blocks = HeldBlocks(clock)
         self.peers = Peers(self.router, replicas, rows, clock, wall)
         self._prefixes = PrefixIndex(replicas)
-        self._corrections = Corrections(clock())
-        self.first_tokens = FirstTokens()
-        self._unmeasured: dict[int, ProvisionalSpeed] = {}
-        """Row of each replica that no poll has measured → its speed until then."""
+        self.speeds = Speeds(replicas, self.members, clock)
         self._progress = Progress(replicas, requests, self.peers, lengths, clock())
         self._ledger = Ledger(replicas, requests, self._progress, lengths)
         self.adapters = AdapterSlots(replicas, rows, self._ledger, lengths)
@@ -111,7 +98,7 @@ class Fleet:
             replicas,
             requests,
             self._progress,
-            self._corrections,
+            self.speeds.corrections,
             self.members.by_row,
             wall,
         )
@@ -149,11 +136,7 @@ class Fleet:
         if before.models != state.models:
             gone = (model for model in before.models if model not in state.models)
             self.members.models_departed(dict.fromkeys(gone, now))
-        if state.measured:
-            self._unmeasured.pop(row, None)
-        elif restarted:
-            self._unmeasured[row] = ProvisionalSpeed()
-        self._set_hardware(row, state)
+        self.speeds.polled(row, state, restarted)
         self._replicas.reports[row] = state.kv_tokens > 0 and state.measured
         if frozen:
             self._replicas.sampled_at[row] = -inf  # drops the external load, as after a stale poll
@@ -172,20 +155,10 @@ class Fleet:
         self._progress.corrected(row, self._reconciliation.polled(row, state, asked_at, now))
         self.adapters.polled(row, state, asked_at, now)  # forecasts from the corrected requests
 
-    def _set_hardware(self, row: int, state: ReplicaState) -> None:
-        """Sets a replica's limits, and its step times: learned ones or else the profile's; first
-        tokens correct them until a poll has measured the replica."""
-        before = usual_step(self._replicas, row)
-        step = state.learned or profile_or_default(state.profile).step
-        if row in self._unmeasured:
-            step = step.slowed(self._unmeasured[row].slowness(step.usual))
-        self._reconciliation.set_hardware(row, state, step)
-        self._corrections.slowed(row, self._slower(row, before))
-
     def remove(self, replica: str) -> None:
         """Removes a replica from the members; its requests in flight stay until they end."""
         self.members.models_departed(dict.fromkeys(self.members.models_on(replica), self._clock()))
-        self._unmeasured.pop(self._rows.pop(replica, -1), None)
+        self.speeds.left(self._rows.pop(replica, -1))
         self.eligibility.forget(replica)
         self.blocks.forget(replica)
 
@@ -238,8 +211,7 @@ class Fleet:
             )
             for part in (self.peers, self._prefixes, self.adapters):
                 part.clear(row)
-        self._corrections.clear(row)
-        self._unmeasured[row] = ProvisionalSpeed()
+        self.speeds.joined(row)
         self._rows[state.id] = row
         self._compare_with_list()
         return row
@@ -318,25 +290,6 @@ class Fleet:
         self._progress.advance(now)
         self._ledger.first_token(ticket, now)
 
-    def takes_stream(self, replica: str) -> bool:
-        """Returns True if a stream is to be read for its first token: for the first streams of a
-        replica that no poll has measured."""
-        row = self._rows.get(replica)
-        return row in self._unmeasured and self._unmeasured[row].takes_stream()
-
-    def learn_first_token(self, replica: str, usual_steps: float, seconds: float) -> None:
-        """Learns the speed of a replica from a first token, unless a poll has measured the speed.
-
-        Args:
-            replica: ``ip:port``.
-            usual_steps: predicted time to the first token ÷ the replica's usual step time.
-            seconds: actual time to the first token.
-        """
-        row = self._rows.get(replica)
-        if row in self._unmeasured:
-            self._unmeasured[row].observe(usual_steps, seconds)
-            self._set_hardware(row, self.members.by_row[row])
-
     def release(self, ticket: Ticket, prefilled: bool = True) -> Generated:
         """Removes a request from the ledger; returns its output.
 
@@ -354,23 +307,6 @@ class Fleet:
         self.adapters.ended(ticket, now)
         self.eligibility.ended(self.members.by_row[row].id)
         return generated
-
-    def decoded(self, replica: str, predicted: float, actual: float, step: float = 0.0) -> None:
-        """Learns the replica's ratio of actual to predicted decode time from one request.
-
-        Args:
-            replica: ``ip:port``.
-            predicted: seconds from first to last token, predicted without correction.
-            actual: seconds from first to last token.
-            step: seconds of a usual step when ``predicted`` was computed; 0: the same as now.
-        """
-        if (row := self._rows.get(replica)) is not None:
-            slower = self._slower(row, step)
-            self._corrections.observe(row, predicted, actual, self._clock(), slower)
-
-    def _slower(self, row: int, step: float) -> float:
-        """Returns the seconds of a usual step now ÷ earlier (``step``); 1 if ``step`` is 0."""
-        return usual_step(self._replicas, row) / step if step else 1.0
 
     def reported(self, replica: str, expected: float, prompt: float, tokens: float) -> None:
         """Learns how far to trust the prefix index, from the cached tokens that a response reports.
@@ -469,26 +405,8 @@ class Fleet:
             view = self._view(fewer)
         if len(view) and most(view.by_priority) > 0.0:
             self._overtake(view, priority)
-        if untried := self.untried(view):
-            self._favour(untried, view)
+        self.speeds.favour_untried(view)
         return view
-
-    def untried(self, view: FleetView) -> list[int]:
-        """Returns the indices of idle candidates whose speed no poll has measured."""
-        if not self._unmeasured:
-            return []
-        idle = (view.requests == 0.0).nonzero()[0].tolist()
-        return [at for at in idle if view.rows.item(at) in self._unmeasured]
-
-    def _favour(self, untried: list[int], view: FleetView) -> None:
-        """Assumes that untried candidates are as fast, relative to their profiles, as the fastest
-        candidate. Otherwise a wrong profile would keep all requests away from them, and they would
-        never be measured."""
-        prefill = self._replicas.profile_prefill[view.rows]
-        view.c_prefill[untried] = least(view.c_prefill / prefill) * prefill[untried]
-        decode = self._replicas.decode_slowness[view.rows]
-        for column in (view.decode_step, view.c0, view.c_batch, view.c_kv):
-            column[untried] *= least(decode) / decode[untried]
 
     def _overtake(self, view: FleetView, priority: int) -> None:
         """Removes requests of lower priority from the replicas' queues in the view."""
@@ -517,24 +435,11 @@ class Fleet:
             self._progress.invalidate()
         self._progress.advance(now)
         self._progress.refresh()
-        if self._corrections.due(now):
-            decoded = self._replicas.peers[[DECODED, EXPECTED]]
-            self._replicas.stretch[:] = self._corrections.ratios(now, decoded)
+        self.speeds.refresh(now)
 
     def _view(self, candidates: Candidates) -> FleetView:
-        rows, table = candidates.rows, self._replicas
-        columns = table.copy(_VIEW_COLUMNS, None if len(rows) == len(table) else rows)
-        view = FleetView(candidates, columns)
-        view.taken = view.kv_used + view.joining + view.external_backlog
-        view.outside_steps = self.first_tokens.outside_steps
-        if self.peers.counted:
-            view.requests += table.peers[REQUESTS][rows]
-            view.queued += table.peers[QUEUED][rows]
-            view.enqueued += table.peers[BACKLOG][rows]
-            view.taken += table.peers[BACKLOG][rows]
-        view.requests += view.external
-        view.waiting = np.maximum(view.queued, view.polled_waiting)
-        view.backlog = view.enqueued - view.prefilled + view.external_backlog
+        view = view_of(candidates, self._replicas, self.peers.counted)
+        view.outside_steps = self.speeds.first_tokens.outside_steps
         return view
 
     def prefix_hits(self, prefix: Prefix, view: FleetView) -> PrefixHits:
@@ -552,49 +457,7 @@ class Fleet:
         )
 
     def sequences(self, view: FleetView) -> Sequences:
-        """Returns the sequences in flight on the candidates, valid until the fleet changes.
-
-        Besides the ledger's sequences, each replica has one entry for the sequences of all peers
-        and one for external sequences.
-        """
+        """Returns the sequences in flight on the candidates, valid until the fleet changes."""
         self._progress.look_ahead()
-        table, rows = self._replicas, view.rows
-        on, figures = self._requests.replica, self._requests.first(POLICY_COLUMNS)
-        if len(rows) < len(table):
-            candidate = np.full(len(table), -1, dtype=np.intp)
-            candidate[rows] = np.arange(len(rows))
-            on = candidate[on]
-            keep = (on >= 0).nonzero()[0]
-            on, figures = on[keep], figures.take(keep, axis=1)
-        if self.peers.counted:
-            weight = (table.peers[QUEUED_SEQUENCES] + table.peers[DECODING])[rows]
-            tokens = (table.peers[KV] + table.peers[BACKLOG])[rows]
-            on, figures = _beside(on, figures, weight, tokens, table.peers[REMAINING][rows])
-        external = table.external[rows]
-        if len(external.nonzero()[0]):
-            tokens = np.maximum(table.kv_unattributed[rows], 0.0)
-            remaining = external * self.lengths.expected(0, UNBOUNDED_TOKENS)
-            on, figures = _beside(on, figures, external, tokens, remaining)
-        return Sequences(on, *figures)
-
-
-def _beside(
-    on: Indices, figures: Floats, weight: Floats, tokens: Floats, remaining: Floats
-) -> tuple[Indices, Floats]:
-    """Adds to the columns of :class:`Sequences` an entry for each candidate on which other senders
-    have sequences. Their priority is not known, so it is infinite: no request preempts them.
-
-    Args:
-        on: the column ``replica``: candidate of each entry so far.
-        figures: the other columns, as rows of one array.
-        weight: number of sequences to add, by candidate; 0: no entry.
-        tokens: KV tokens of these sequences together.
-        remaining: tokens that these sequences will still generate together.
-    """
-    there = weight.nonzero()[0]
-    added = np.empty((POLICY_COLUMNS, len(there)))
-    added[0] = weight = weight[there]
-    added[1] = tokens[there] / weight
-    added[2] = remaining[there] / weight
-    added[3] = inf
-    return np.concatenate((on, there)), np.concatenate((figures, added), axis=1)
+        tables = self._replicas, self._requests
+        return sequences_on(view.rows, *tables, self.lengths, self.peers.counted)

@@ -7,11 +7,9 @@ import numpy as np
 from extproc.fleet.digest import DECODING, KV, PARTS, QUEUED, REQUESTS
 from extproc.fleet.peers import Peers
 from extproc.fleet.tables import Replicas, Requests
-from extproc.predict.inputs import Floats, Indices, usual_step
-from extproc.predict.step import StepModel, profile_or_default
+from extproc.predict.inputs import Floats, Indices
 from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
-_SHORTEST_STEP = 1e-4  # seconds; no engine steps faster, whatever was learned
 _LATE = 0.3  # seconds of a scrape above which its figures are too old to tell external load
 _UNDER_WAY = 0.1  # seconds until the engine has a request, beside the tokenizer's
 _TOKENIZED = 5e-6  # seconds of the tokenizer for each token of a prompt
@@ -27,29 +25,6 @@ class Reconciliation:
         self._replicas = replicas
         self._requests = requests
         self._peers = peers
-
-    def set_hardware(self, row: int, state: ReplicaState, step: StepModel) -> None:
-        """Sets a replica's step times to ``step``; its limits come from its state or profile."""
-        replicas, profile = self._replicas, profile_or_default(state.profile)
-        replicas.c0[row] = max(step.c0, _SHORTEST_STEP)
-        replicas.c_prefill[row] = step.c_prefill
-        replicas.c_batch[row] = step.c_batch
-        replicas.c_kv[row] = step.c_kv
-        replicas.profile_prefill[row] = profile.step.c_prefill
-        replicas.decode_slowness[row] = usual_step(replicas, row) / profile.step.usual
-        if not replicas.decode_step[row]:  # a replica that just joined
-            replicas.decode_step[row] = replicas.c0[row]
-        # A profile's limits are those of one engine, and a prompt has to fit into one engine.
-        engines = max(state.engines, 1)
-        capacity = float(state.kv_tokens or profile.kv_tokens * engines)
-        replicas.kv_capacity[row] = capacity
-        replicas.block_size[row] = state.block_size
-        replicas.by_priority[row] = state.by_priority
-        replicas.token_budget[row] = profile.token_budget * engines
-        replicas.longest_prompt[row] = min(state.max_model_len or inf, capacity / engines)
-        limit = state.max_num_seqs or max(profile.max_num_seqs * engines, state.running)
-        replicas.max_num_seqs[row] = limit
-        replicas.tokens_per_step[row] = state.tokens_per_step
 
     def restarted(self, row: int, steps: float) -> None:
         """Begins a replica's counts anew: its process restarted, and has made ``steps`` steps."""

@@ -66,7 +66,7 @@ async def admit(exchange: Exchange, phase: str, unread_model: str = "") -> bytes
             view = decision.situation.view
             fits = profile.longest_prompt <= most(view.longest_prompt)  # or a replica refuses it
             # Refuse nothing while a replica is untried: only a request can show its speed.
-            if fits and not services.fleet.untried(view):
+            if fits and not services.fleet.speeds.untried(view):
                 if place is None:
                     _refuse_slow_first_token(services, decision)
                 _refuse_late(services, decision)

@@ -245,7 +245,7 @@ class InFlight:
         if services.chunks.takes(services.clock(), self._expected_chunks, reserved):
             self._chunks = 0
             return True
-        return services.fleet.takes_stream(self.served_by)
+        return services.fleet.speeds.takes_stream(self.served_by)
 
     def _learn(self, usage: ReportedUsage, seconds: float) -> None:
         services, forecast, outcome = self._services, self._forecast, self.outcome

@@ -275,12 +275,12 @@ class Router:
         self.error_quantiles.ttft.observe(forecast.predicted_ttft, ttft)
         if not forecast.profile.fetches:
             usual_steps = forecast.predicted_ttft / forecast.usual_step
-            self.fleet.learn_first_token(replica, usual_steps, ttft)
+            self.fleet.speeds.learn_first_token(replica, usual_steps, ttft)
         if load := forecast.adapter_load:
             self.fleet.adapters.load_measured(replica, load + ttft - forecast.predicted_ttft)
         if (steps_s := forecast.first_step_s) is not None:
             prompt = forecast.profile.prompt_tokens
-            self.fleet.first_tokens.observe(forecast.step, prompt, steps_s, ttft)
+            self.fleet.speeds.first_tokens.observe(forecast.step, prompt, steps_s, ttft)
 
     def _learn_decode(
         self, forecast: Forecast, replica: str, tokens: float, seconds: float
@@ -288,7 +288,7 @@ class Router:
         """Learn the decode time; ``seconds``: from the first token to the last."""
         if replica == forecast.replica and tokens > 1:
             predicted = forecast.decode_time_per_token * (tokens - 1)
-            self.fleet.decoded(replica, predicted, seconds, forecast.usual_step)
+            self.fleet.speeds.learn_decode(replica, predicted, seconds, forecast.usual_step)
             self.error_quantiles.tpot.observe(predicted * forecast.stretch, seconds)
 
 

@@ -309,8 +309,8 @@ def test_decode_times_of_all_routers_correct_predictions(clock: ManualClock) -> 
     first, other = routers(clock, 2)
     for fleet in (first, other):
         fleet.dispatch(replica(1), chat(100, 4000))
-    first.decoded(replica(1), predicted=10.0, actual=15.0)
-    other.decoded(replica(1), predicted=10.0, actual=18.0)
+    first.speeds.learn_decode(replica(1), predicted=10.0, actual=15.0)
+    other.speeds.learn_decode(replica(1), predicted=10.0, actual=18.0)
     deliver(other, first, clock=clock)
     expected = (15.0 + 18.0 + 5.0) / (10.0 + 10.0 + 5.0)
     assert first.view(MODEL).stretch[0] == pytest.approx(expected)

@@ -362,7 +362,7 @@ def test_longest_prompt_fits_into_one_engine(fleet: Fleet, clock: ManualClock) -
 
 def test_correction_of_a_slow_replica_fades(pair: Fleet, clock: ManualClock) -> None:
     for _ in range(10):
-        pair.decoded(replica(1), 5.0, 300.0)
+        pair.speeds.learn_decode(replica(1), 5.0, 300.0)
     pair.put(state(1, A10, clock))
     assert stretch(pair) > 2
     clock.advance(180.0)
@@ -374,13 +374,13 @@ def test_learned_step_times_end_the_correction(fleet: Fleet, clock: ManualClock)
     """Requests took a fifth of the profile's time, and then the counters show the same."""
     before = usual_step(fleet.view(MODEL), 0)
     for _ in range(20):
-        fleet.decoded(replica(1), 10.0, 2.0)
+        fleet.speeds.learn_decode(replica(1), 10.0, 2.0)
     assert stretch(fleet) == 0.5
     fast = PROFILES[A10].step.slowed(0.2)
     fleet.put(structs.replace(state(1, A10, clock), learned=fast))
     assert stretch(fleet) == pytest.approx(1.0, abs=0.02)
     for _ in range(20):  # predicted before, and ended later
-        fleet.decoded(replica(1), 10.0, 2.0, before)
+        fleet.speeds.learn_decode(replica(1), 10.0, 2.0, before)
     assert stretch(fleet) == pytest.approx(1.0, abs=0.02)
 
 
@@ -389,7 +389,7 @@ def test_changed_step_times_leave_no_correction(
     fleet: Fleet, clock: ManualClock, slower: float
 ) -> None:
     for _ in range(60):
-        fleet.decoded(replica(1), 5.0, 5.0)
+        fleet.speeds.learn_decode(replica(1), 5.0, 5.0)
     other = PROFILES[A10].step.slowed(slower)
     fleet.put(structs.replace(state(1, A10, clock), learned=other))
     assert stretch(fleet) == pytest.approx(1.0, abs=0.02)
@@ -399,7 +399,7 @@ def test_replica_that_rejoins_is_corrected(fleet: Fleet, clock: ManualClock) -> 
     fleet.remove(replica(1))
     fleet.put(state(1, A10, clock))
     for _ in range(10):
-        fleet.decoded(replica(1), 5.0, 10.0)
+        fleet.speeds.learn_decode(replica(1), 5.0, 10.0)
     fleet.put(state(1, A10, clock))
     assert stretch(fleet) > 1.5
 

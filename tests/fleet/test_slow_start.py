@@ -179,7 +179,7 @@ def fresh() -> Fleet:
 def test_first_token_of_unmeasured_replica_tells_its_speed(fresh: Fleet, slowness: float) -> None:
     before = prefill_times(fresh)[0]
     step = usual_step(fresh.view(MODEL), 0)
-    fresh.learn_first_token(replica(1), 100.0, 100.0 * step * slowness)
+    fresh.speeds.learn_first_token(replica(1), 100.0, 100.0 * step * slowness)
     first, *others = prefill_times(fresh)
     assert first == pytest.approx(before * slowness, rel=0.05)
     assert others == [before, before]
@@ -187,17 +187,17 @@ def test_first_token_of_unmeasured_replica_tells_its_speed(fresh: Fleet, slownes
 
 def test_measured_speed_replaces_that_of_first_tokens(fresh: Fleet) -> None:
     before, clock = prefill_times(fresh), ManualClock()
-    fresh.learn_first_token(replica(1), 100.0, 100.0)
+    fresh.speeds.learn_first_token(replica(1), 100.0, 100.0)
     fresh.put(state(1, A10, clock, measured=True))
     assert prefill_times(fresh) == before
-    fresh.learn_first_token(replica(1), 100.0, 100.0)
+    fresh.speeds.learn_first_token(replica(1), 100.0, 100.0)
     assert prefill_times(fresh) == before
 
 
 def test_new_process_forgets_first_tokens_of_the_old_one(fresh: Fleet) -> None:
     before, clock = prefill_times(fresh), ManualClock()
     fresh.put(state(1, A10, clock, measured=False, started_at=1.0))
-    fresh.learn_first_token(replica(1), 100.0, 100.0)
+    fresh.speeds.learn_first_token(replica(1), 100.0, 100.0)
     assert prefill_times(fresh) != before
     fresh.put(state(1, A10, clock, measured=False, started_at=2.0))
     assert prefill_times(fresh) == before

@@ -124,7 +124,7 @@ async def test_stretch_is_shown_where_predictions_were_off(services: Services, s
     decide(services, chat(100, 50), "before")
     assert not any("×" in line for line in await show("before"))
     for _ in range(20):
-        services.fleet.decoded(replica(1), 1.0, 1.5)
+        services.fleet.speeds.learn_decode(replica(1), 1.0, 1.5)
     services.fleet.put(next(iter(services.fleet.members)))
     stretch = decide(services, chat(100, 50), "after").decision.situation.view.stretch[0]
     (first, second), legend = candidates(await show("after"))
@@ -240,7 +240,7 @@ async def test_long_names_of_a_large_fleet_are_shortened(services: Services, sho
         services.fleet.put(state(number, "llama-8b-a10", ManualClock(), name=name))
     for _ in range(300):
         services.fleet.dispatch(replica(2), chat(100_000, 5000))
-        services.fleet.decoded(replica(2), 1.0, 3.0)
+        services.fleet.speeds.learn_decode(replica(2), 1.0, 3.0)
     services.fleet.put(state(2, "llama-8b-a10", ManualClock()))
     decide(services, chat(10_000), ID)
     lines = await show(ID)

@@ -41,7 +41,7 @@ def test_requests_delayed_by_other_causes_teach_no_delay(router: Router) -> None
     for number in (1, 2):
         router.fleet.dispatch(replica(number), chat(20_000, 50))
     answer(router, request, 30, by_steps)
-    assert router.fleet.first_tokens.outside_steps == (0.0, 0.0, 0.0)
+    assert router.fleet.speeds.first_tokens.outside_steps == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -330,7 +330,7 @@ def test_completion_chooses_the_replica_that_finishes_first(case: CompletionCase
 def test_reason_names_a_replica_that_decodes_slower_than_predicted(clock: ManualClock) -> None:
     fleet = fleet_of(clock, A10, A10)
     for _ in range(50):
-        fleet.decoded(replica(2), 2.0, 4.0)
+        fleet.speeds.learn_decode(replica(2), 2.0, 4.0)
     fleet.put(state(2, A10, clock))
     decision = decide(fleet, "completion", chat(100, 100))
     assert decision.why == clause(decision, 1, 2, "decode")
@@ -447,7 +447,7 @@ def test_sooner_first_token_may_delay_a_completion_unless_kv_caches_fill(held: i
         fleet.first_token(fleet.dispatch(replica(number), chat(held, 4000)))
     fleet.dispatch(replica(1), chat(3000, 10))
     for _ in range(50):
-        fleet.decoded(replica(2), 2.0, 2.38)
+        fleet.speeds.learn_decode(replica(2), 2.0, 2.38)
     decision = decide(fleet, "completion", chat(100, 2000))
     ttft, scores = decision.prediction.ttft, decision.choice.scores
     assert ttft[1] < ttft[0] - 0.5

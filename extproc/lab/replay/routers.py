@@ -137,7 +137,7 @@ class RouterNode:
         if profile.stream:
             chunks = decision.prediction.output_tokens
             served.counted = self._chunks.takes(self._clock(), chunks, RESERVED_FOR_ADAPTERS)
-            needed = not served.counted and self.fleet.takes_stream(decision.replica)
+            needed = not served.counted and self.fleet.speeds.takes_stream(decision.replica)
             served.response_visible = served.counted or needed
 
     def retried(self, served: Served) -> None:

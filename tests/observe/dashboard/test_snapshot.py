@@ -531,7 +531,7 @@ def test_replica_that_drifts_unlike_the_others_is_warned_of(
         services.fleet.remove(replica(number))
     for number, ratio in enumerate(ratios, start=1):
         for _ in range(50):
-            services.fleet.decoded(replica(number), 1.0, ratio)
+            services.fleet.speeds.learn_decode(replica(number), 1.0, ratio)
     if drifting is None:
         assert warnings(services) == []
         return

@@ -1,0 +1,141 @@
+"""Speed of each replica: learned by the pollers, or shown by this router's requests."""
+
+from math import inf
+
+from extproc.fleet.digest import DECODED, EXPECTED
+from extproc.fleet.members import Members
+from extproc.fleet.tables import Replicas
+from extproc.ground.clock import Clock
+from extproc.predict.correction import Corrections, FirstTokens
+from extproc.predict.inputs import FleetView, least, usual_step
+from extproc.predict.provisional import ProvisionalSpeed
+from extproc.predict.step import StepModel, profile_or_default
+from extproc.replica_state import ReplicaState
+
+_SHORTEST_STEP = 1e-4  # seconds; no engine steps faster, whatever was learned
+
+
+class Speeds:
+    """Step times and limits of the replicas, and the corrections of predicted decode times.
+
+    Step times come from the polled state, or else from the replica's profile. First tokens correct
+    them until a poll has measured the replica.
+    """
+
+    def __init__(self, replicas: Replicas, members: Members, clock: Clock) -> None:
+        self._replicas = replicas
+        self._members = members
+        self._clock = clock
+        self.corrections = Corrections(clock())
+        self.first_tokens = FirstTokens()
+        self._unmeasured: dict[int, ProvisionalSpeed] = {}
+        """Row of each replica that no poll has measured → its speed until then."""
+
+    def joined(self, row: int) -> None:
+        self.corrections.clear(row)
+        self._unmeasured[row] = ProvisionalSpeed()
+
+    def left(self, row: int) -> None:
+        self._unmeasured.pop(row, None)
+
+    def polled(self, row: int, state: ReplicaState, restarted: bool) -> None:
+        if state.measured:
+            self._unmeasured.pop(row, None)
+        elif restarted:
+            self._unmeasured[row] = ProvisionalSpeed()
+        self._set(row, state)
+
+    def learn_first_token(self, replica: str, usual_steps: float, seconds: float) -> None:
+        """Learns the speed of a replica from a first token, unless a poll has measured the speed.
+
+        Args:
+            replica: ``ip:port``.
+            usual_steps: predicted time to the first token ÷ the replica's usual step time.
+            seconds: actual time to the first token.
+        """
+        row = self._members.rows.get(replica)
+        if row in self._unmeasured:
+            self._unmeasured[row].observe(usual_steps, seconds)
+            self._set(row, self._members.by_row[row])
+
+    def learn_decode(
+        self, replica: str, predicted: float, actual: float, step: float = 0.0
+    ) -> None:
+        """Learns the replica's ratio of actual to predicted decode time from one request.
+
+        Args:
+            replica: ``ip:port``.
+            predicted: seconds from first to last token, predicted without correction.
+            actual: seconds from first to last token.
+            step: seconds of a usual step when ``predicted`` was computed; 0: the same as now.
+        """
+        if (row := self._members.rows.get(replica)) is not None:
+            slower = self._slower(row, step)
+            self.corrections.observe(row, predicted, actual, self._clock(), slower)
+
+    def refresh(self, now: float) -> None:
+        """Computes the ratios of actual to predicted decode time anew, if they are due."""
+        if self.corrections.due(now):
+            decoded = self._replicas.peers[[DECODED, EXPECTED]]
+            self._replicas.stretch[:] = self.corrections.ratios(now, decoded)
+
+    def takes_stream(self, replica: str) -> bool:
+        """Returns True if a stream is to be read for its first token: for the first streams of a
+        replica that no poll has measured."""
+        row = self._members.rows.get(replica)
+        return row in self._unmeasured and self._unmeasured[row].takes_stream()
+
+    def untried(self, view: FleetView) -> list[int]:
+        """Returns the indices of idle candidates whose speed no poll has measured."""
+        if not self._unmeasured:
+            return []
+        idle = (view.requests == 0.0).nonzero()[0].tolist()
+        return [at for at in idle if view.rows.item(at) in self._unmeasured]
+
+    def favour_untried(self, view: FleetView) -> None:
+        """Assumes that untried candidates are as fast, relative to their profiles, as the fastest
+        candidate. Otherwise a wrong profile would keep all requests away from them, and they would
+        never be measured."""
+        if not (untried := self.untried(view)):
+            return
+        prefill = self._replicas.profile_prefill[view.rows]
+        view.c_prefill[untried] = least(view.c_prefill / prefill) * prefill[untried]
+        decode = self._replicas.decode_slowness[view.rows]
+        for column in (view.decode_step, view.c0, view.c_batch, view.c_kv):
+            column[untried] *= least(decode) / decode[untried]
+
+    def _set(self, row: int, state: ReplicaState) -> None:
+        before = usual_step(self._replicas, row)
+        step = state.learned or profile_or_default(state.profile).step
+        if row in self._unmeasured:
+            step = step.slowed(self._unmeasured[row].slowness(step.usual))
+        _set_hardware(self._replicas, row, state, step)
+        self.corrections.slowed(row, self._slower(row, before))
+
+    def _slower(self, row: int, step: float) -> float:
+        """Returns the seconds of a usual step now ÷ earlier (``step``); 1 if ``step`` is 0."""
+        return usual_step(self._replicas, row) / step if step else 1.0
+
+
+def _set_hardware(replicas: Replicas, row: int, state: ReplicaState, step: StepModel) -> None:
+    """Sets a replica's step times to ``step``; its limits come from its state or profile."""
+    profile = profile_or_default(state.profile)
+    replicas.c0[row] = max(step.c0, _SHORTEST_STEP)
+    replicas.c_prefill[row] = step.c_prefill
+    replicas.c_batch[row] = step.c_batch
+    replicas.c_kv[row] = step.c_kv
+    replicas.profile_prefill[row] = profile.step.c_prefill
+    replicas.decode_slowness[row] = usual_step(replicas, row) / profile.step.usual
+    if not replicas.decode_step[row]:  # a replica that just joined
+        replicas.decode_step[row] = replicas.c0[row]
+    # A profile's limits are those of one engine, and a prompt has to fit into one engine.
+    engines = max(state.engines, 1)
+    capacity = float(state.kv_tokens or profile.kv_tokens * engines)
+    replicas.kv_capacity[row] = capacity
+    replicas.block_size[row] = state.block_size
+    replicas.by_priority[row] = state.by_priority
+    replicas.token_budget[row] = profile.token_budget * engines
+    replicas.longest_prompt[row] = min(state.max_model_len or inf, capacity / engines)
+    limit = state.max_num_seqs or max(profile.max_num_seqs * engines, state.running)
+    replicas.max_num_seqs[row] = limit
+    replicas.tokens_per_step[row] = state.tokens_per_step

@@ -1,0 +1,93 @@
+"""Candidates of a decision with their figures, and the sequences in flight on them."""
+
+from math import inf
+
+import numpy as np
+
+from extproc.fleet.digest import (
+    BACKLOG,
+    DECODING,
+    KV,
+    QUEUED,
+    QUEUED_SEQUENCES,
+    REMAINING,
+    REQUESTS,
+)
+from extproc.fleet.tables import POLICY_COLUMNS, UNBOUNDED_TOKENS, Replicas, Requests
+from extproc.predict.inputs import Candidates, Columns, FleetView, Floats, Indices, Sequences
+from extproc.predict.lengths import OutputLengths
+
+_VIEW_COLUMNS = len(Columns.__annotations__)
+
+
+def view_of(candidates: Candidates, table: Replicas, peers_count: bool) -> FleetView:
+    """Returns the candidates with their figures. ``peers_count``: add the load of the peers."""
+    rows = candidates.rows
+    columns = table.copy(_VIEW_COLUMNS, None if len(rows) == len(table) else rows)
+    view = FleetView(candidates, columns)
+    view.taken = view.kv_used + view.joining + view.external_backlog
+    if peers_count:
+        view.requests += table.peers[REQUESTS][rows]
+        view.queued += table.peers[QUEUED][rows]
+        view.enqueued += table.peers[BACKLOG][rows]
+        view.taken += table.peers[BACKLOG][rows]
+    view.requests += view.external
+    view.waiting = np.maximum(view.queued, view.polled_waiting)
+    view.backlog = view.enqueued - view.prefilled + view.external_backlog
+    return view
+
+
+def sequences_on(
+    rows: Indices, table: Replicas, requests: Requests, lengths: OutputLengths, peers_count: bool
+) -> Sequences:
+    """Returns the sequences in flight on some replicas.
+
+    Besides the ledger's sequences, each replica has one entry for the sequences of all peers, and
+    one for external sequences.
+
+    Args:
+        rows: rows of the replicas.
+        table: the table of the replicas.
+        requests: the ledger's requests.
+        lengths: learned output lengths, by which external sequences are expected to end.
+        peers_count: add the sequences of the peers.
+    """
+    on, figures = requests.replica, requests.first(POLICY_COLUMNS)
+    if len(rows) < len(table):
+        candidate = np.full(len(table), -1, dtype=np.intp)
+        candidate[rows] = np.arange(len(rows))
+        on = candidate[on]
+        keep = (on >= 0).nonzero()[0]
+        on, figures = on[keep], figures.take(keep, axis=1)
+    if peers_count:
+        weight = (table.peers[QUEUED_SEQUENCES] + table.peers[DECODING])[rows]
+        tokens = (table.peers[KV] + table.peers[BACKLOG])[rows]
+        on, figures = _beside(on, figures, weight, tokens, table.peers[REMAINING][rows])
+    external = table.external[rows]
+    if len(external.nonzero()[0]):
+        tokens = np.maximum(table.kv_unattributed[rows], 0.0)
+        remaining = external * lengths.expected(0, UNBOUNDED_TOKENS)
+        on, figures = _beside(on, figures, external, tokens, remaining)
+    return Sequences(on, *figures)
+
+
+def _beside(
+    on: Indices, figures: Floats, weight: Floats, tokens: Floats, remaining: Floats
+) -> tuple[Indices, Floats]:
+    """Adds to the columns of :class:`Sequences` an entry for each candidate on which other senders
+    have sequences. Their priority is not known, so it is infinite: no request preempts them.
+
+    Args:
+        on: the column ``replica``: candidate of each entry so far.
+        figures: the other columns, as rows of one array.
+        weight: number of sequences to add, by candidate; 0: no entry.
+        tokens: KV tokens of these sequences together.
+        remaining: tokens that these sequences will still generate together.
+    """
+    there = weight.nonzero()[0]
+    added = np.empty((POLICY_COLUMNS, len(there)))
+    added[0] = weight = weight[there]
+    added[1] = tokens[there] / weight
+    added[2] = remaining[there] / weight
+    added[3] = inf
+    return np.concatenate((on, there)), np.concatenate((figures, added), axis=1)
