@@ -60,7 +60,7 @@ class ReplicaState(EngineFigures, frozen=True, kw_only=True, omit_defaults=True)
     takes_priority: bool = False  # vLLM accepts ``priority`` in every request body
     by_priority: bool = False  # vLLM serves higher priorities first (``priority_scheduling``)
     healthy: bool = True  # False: the last scrape failed
-    problem: str = ""  # why the replica is not healthy, in a few words
+    problem: str = ""  # why the replica is not healthy or not ready, in a few words
     ready: bool = True  # False: Kubernetes says not ready
     draining: bool = False  # no new requests: a command or Kubernetes takes the replica away
     unanswered_s: Finite = 0.0
@@ -83,6 +83,11 @@ class ReplicaState(EngineFigures, frozen=True, kw_only=True, omit_defaults=True)
     tokens_per_step: Annotated[float, Meta(ge=1.0, le=sys.float_info.max)] = (
         1.0  # for each sequence
     )
+
+    @property
+    def serves(self) -> bool:
+        """True if the replica is healthy, ready and awake."""
+        return self.healthy and self.ready and not self.asleep
 
     @property
     def speeds(self) -> dict[str, float]:

@@ -118,7 +118,7 @@ class PoolReplica:
         """Health in one word, or the reason why the replica gets no requests."""
         if (state := self.state) is None:
             return "drained, not polled"
-        health = "asleep" * state.asleep if state.healthy else state.problem or "not healthy"
+        health = state.problem or "asleep" * state.asleep
         return ", ".join(filter(None, ("draining" * state.draining, health))) or "healthy"
 
     @property

@@ -152,8 +152,7 @@ def _health(state: ReplicaState) -> HealthStatus:
     """
     if state.draining:
         return HealthStatus.DRAINING
-    serves = state.healthy and not state.asleep
-    return HealthStatus.HEALTHY if serves else HealthStatus.UNHEALTHY
+    return HealthStatus.HEALTHY if state.serves else HealthStatus.UNHEALTHY
 
 
 def load_assignment(name: str, members: Mapping[str, HealthStatus]) -> bytes:

@@ -251,7 +251,7 @@ def _check_state(id_: str, snapshot: Snapshot | None) -> Iterator[Problem]:
             "no poller scrapes it: it gets no requests. Run 'extproc poll' with this configuration",
         )
         return
-    if not state.healthy:
+    if state.problem:
         yield (
             Level.ERROR,
             f"it answers this command, but pollers report: {state.problem}. See 'What a poller "

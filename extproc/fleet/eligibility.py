@@ -214,13 +214,15 @@ class Eligibility:
         """Returns the members that get no requests, whatever the model: for each, the name of the
         first reason and a text for people. The name is ``stalled`` instead of ``unhealthy`` if the
         member hangs or its machine is gone, but not if it refuses connections."""
-        rules, found = self._rules("", False, response_visible=True, trials=False), {}
-        for name, member in self.conditions.items():
-            texts = ((reason, rule(member)) for reason, rule in rules)
-            if first := next((pair for pair in texts if pair[1]), None):
-                reason, text = first
+        found = dict[str, tuple[str, str]]()
+        for reason, rule in self._rules("", False, response_visible=True, trials=False):
+            left = [member for name, member in self.conditions.items() if name not in found]
+            texts = [(member, text) for member in left if (text := rule(member))]
+            if len(texts) > reason.most * len(left):
+                continue
+            for member, text in texts:
                 hangs = reason is reasons.UNHEALTHY and is_hung(member.state)
-                found[name] = (reasons.STALLED if hangs else reason).name, text
+                found[member.state.id] = (reasons.STALLED if hangs else reason).name, text
         return found
 
     def hung(self, after: float) -> set[str]:
@@ -279,7 +281,7 @@ class Eligibility:
         all_listed = all(member.state.listed for member in self.conditions.values())
         for reason, rule in self._rules(model, any(serving), response_visible):
             rejected = {member.state.id: why for member in usable if (why := rule(member))}
-            if reason.covers_all or len(rejected) < len(usable):
+            if reason.may_exclude(len(rejected), len(usable)):
                 excluded |= rejected
                 usable = [member for member in usable if member.state.id not in rejected]
         if not usable and (trial := self._on_trial(members, model)):
@@ -340,7 +342,7 @@ class Eligibility:
             (reasons.STALLED, lambda member: member.hung_or_stalled(now, trials)),
             (reasons.FAILING, lambda member: _FAILING if ejected(member) else ""),
             (reasons.FULL, lambda member: member.full(now)),
-            (replace(reasons.UNHEALTHY, covers_all=False), Condition.not_ready),
+            (reasons.NOT_READY, Condition.not_ready),
             # Last: if no other member is left, a draining member serves rather than an ejected one.
             (reasons.DRAINING, lambda member: "draining" if member.state.draining else ""),
         )

@@ -23,15 +23,18 @@ class Reason:
     """Cells of the reason's row in docs/operations/troubleshoot.md: set by, cleared by, longest
     time, requests meanwhile, most replicas that the reason excludes."""
     covers_all: bool = False  # True: may exclude every replica
+    most: float = 1.0  # largest share of the replicas that it excludes; 1: all but one
+
+    def may_exclude(self, some: int, left: int) -> bool:
+        """Returns True if the reason may exclude ``some`` of the ``left`` replicas."""
+        return self.covers_all or (some < left and some <= self.most * left)
 
 
 UNHEALTHY = Reason(
     "unhealthy",
-    "a failed scrape, or two scrapes in a row without an answer; Kubernetes calls the pod *not "
-    "ready* | a scrape of a ready replica that succeeds. An answer to a request of this router "
-    f"clears the reason for {STALE_AFTER_S:g} s; if the pod is not ready, only while no other "
-    f"replica is usable | no limit | one every {TRIAL_S:g} s, if no other replica is usable and "
-    "this replica accepts connections | all",
+    "a failed scrape, or two scrapes in a row without an answer | a scrape that succeeds; an "
+    f"answer to a request of this router, for {STALE_AFTER_S:g} s | no limit | one every "
+    f"{TRIAL_S:g} s, if no other replica is usable and this replica accepts connections | all",
     covers_all=True,
 )
 ASLEEP = Reason(
@@ -65,6 +68,12 @@ FULL = Reason(
     "503 or a retry, while the engine steps | nothing but time | "
     f"{FULL_S:g} s | none | all but one",
 )
+NOT_READY = Reason(
+    "not ready",
+    "Kubernetes calls the pod *not ready* | Kubernetes calls the pod *ready* | no limit | none | "
+    "half of the replicas: if more are not ready, the load may have made their probes fail",
+    most=0.5,
+)
 DRAINING = Reason(
     "draining",
     "`extproc replicas drain`; Kubernetes or DNS no longer lists the replica | `extproc replicas "
@@ -76,4 +85,4 @@ NEW = Reason(
     f"measured its first second or two of work | no limit | {AT_FIRST} at once; each request that "
     "ends raises this limit by one | all but one",
 )
-REASONS = UNHEALTHY, ASLEEP, OTHER_MODEL, STALLED, FAILING, FULL, DRAINING, NEW
+REASONS = UNHEALTHY, ASLEEP, OTHER_MODEL, STALLED, FAILING, FULL, NOT_READY, DRAINING, NEW

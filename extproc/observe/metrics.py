@@ -150,7 +150,8 @@ class RouterMetrics:
         self.excluded = gauge(
             "extproc_replica_excluded",
             "1 for each replica that gets no requests of any model, by the first reason: unhealthy "
-            "(stalled if the replica is silent), asleep, stalled, failing, full or draining.",
+            "(stalled if the replica is silent), asleep, stalled, failing, full, not "
+            "ready or draining.",
             ["replica", "reason"],
         )
         self.frozen = gauge(
@@ -238,7 +239,7 @@ class RouterMetrics:
         self.replicas = gauge(
             "extproc_replicas",
             "Known replicas by health: healthy, asleep (the engine sleeps), or unhealthy (the last "
-            "scrape failed).",
+            "scrape failed, or Kubernetes calls the pod not ready).",
             ["health"],
         )
         self.state_age = gauge(

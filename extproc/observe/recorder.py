@@ -85,7 +85,7 @@ class Recorder:
         self._lost = 0  # requests whose line was dropped since the last write
         self._missing = 0  # requests in no file, until a LostLine counts them
         self._since = wall()  # start of the time that the pending lines cover
-        # By replica: last line (repeated when a file begins), time of the line, healthy, draining.
+        # By replica: last line (repeated when a file begins), time of the line, serves, draining.
         self._replicas: dict[str, tuple[bytes, float, bool, bool]] = {}
         self._lock = Lock()
         self._begun = False  # the last write succeeded, so the newest file has its first lines
@@ -186,9 +186,9 @@ class Recorder:
             if state is None:
                 continue
             _, at, *condition = self._replicas.get(replica, (b"", -inf))
-            if now - at >= _REPLICAS_S or condition != [state.healthy, state.draining]:
+            if now - at >= _REPLICAS_S or condition != [state.serves, state.draining]:
                 line = self._add(_line_of(self._wall(), state, view, place))
-                self._replicas[replica] = line, now, state.healthy, state.draining
+                self._replicas[replica] = line, now, state.serves, state.draining
                 yield
         for replica in self._replicas.keys() - set(view.ids):
             del self._replicas[replica]

@@ -46,10 +46,9 @@ class Target:
 
     def marked(self, state: ReplicaState) -> ReplicaState:
         """Returns the state, marked as draining or as not ready if this target is."""
-        state = structs.replace(state, draining=self.draining, ready=self.ready)
-        if not self.ready and state.healthy:
-            state = structs.replace(state, healthy=False, problem="not ready, says Kubernetes")
-        return state
+        not_ready = "" if self.ready else "not ready, says Kubernetes"
+        problem = not_ready if state.healthy else state.problem
+        return structs.replace(state, draining=self.draining, ready=self.ready, problem=problem)
 
     @property
     def title(self) -> str:

@@ -100,7 +100,7 @@ class PolledReplica:
     def usable(self) -> bool:
         """True if the published state lets routers send the replica new requests."""
         state = self.target.marked(self.state)
-        return state.healthy and not (state.asleep or state.draining)
+        return state.serves and not state.draining
 
     def mark(self, target: Target) -> None:
         """Takes over ``draining`` and ``ready`` of the target; publishes a change at once."""

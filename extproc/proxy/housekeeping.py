@@ -89,11 +89,11 @@ class Housekeeping:
                 if fleet.eligibility.conditions[state.id].frozen
             ),
         )
-        healthy = [state for state in states if state.healthy]
-        asleep = sum(state.asleep for state in healthy)
-        metrics.replicas.labels("healthy").set(len(healthy) - asleep)
+        serve = sum(state.serves for state in states)
+        asleep = sum(state.asleep and state.healthy and state.ready for state in states)
+        metrics.replicas.labels("healthy").set(serve)
         metrics.replicas.labels("asleep").set(asleep)
-        metrics.replicas.labels("unhealthy").set(len(states) - len(healthy))
+        metrics.replicas.labels("unhealthy").set(len(states) - serve - asleep)
         waiting = [pair for pool in pools for pair in pool.queue.sizes().items()]
         shares = [pair for pool in pools for pair in pool.queue.shares().items()]
         metrics.set_waiting(waiting, shares)

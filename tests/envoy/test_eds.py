@@ -241,7 +241,7 @@ def test_pool_is_unknown_before_first_replica(members: PoolMembers) -> None:
     assert members.current == {A.id: HealthStatus.HEALTHY}
 
 
-@pytest.mark.parametrize("why", [{"healthy": False}, {"asleep": True}])
+@pytest.mark.parametrize("why", [{"healthy": False}, {"ready": False}, {"asleep": True}])
 def test_health_and_draining_follow_polls(members: PoolMembers, why: dict[str, bool]) -> None:
     members.apply(Snapshot((A, B)))
     assert not members.apply(Put(structs.replace(A, running=7)))

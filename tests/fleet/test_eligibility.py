@@ -411,18 +411,28 @@ def test_unhealthy_replica_is_used_while_it_answers_this_router(
     assert ids(fleet) == [replica(1)], "a trial"
 
 
-@pytest.mark.parametrize("problem", ["not ready, says Kubernetes", "/metrics answered 500"])
-def test_answering_replica_that_is_not_ready_is_used_only_if_no_other_is(
-    fleet: Fleet, clock: ManualClock, put: Put, problem: str
+def test_pods_that_are_not_ready_serve_if_they_are_more_than_half(clock: ManualClock) -> None:
+    fleet, problem = fleet_of(clock, *[A10] * 4), "not ready, says Kubernetes"
+    for number in (1, 2):
+        fleet.put(state(number, A10, clock, ready=False, problem=problem))
+        fleet.eligibility.response_seen(replica(number))
+    assert excluded(fleet) == {replica(1): problem, replica(2): problem}
+    assert reasons_of(fleet) == {replica(1): "not ready", replica(2): "not ready"}
+    fleet.put(state(3, A10, clock, ready=False, problem=problem))
+    assert ids(fleet) == [replica(number) for number in (1, 2, 3, 4)]
+    assert not reasons_of(fleet)
+    fleet.put(state(1, A10, clock, healthy=False, problem="cannot connect"))
+    assert ids(fleet) == [replica(number) for number in (2, 3, 4)]
+
+
+def test_pod_that_is_not_ready_and_answers_only_requests_is_not_used(
+    fleet: Fleet, clock: ManualClock, put: Put
 ) -> None:
-    put(1, healthy=False, ready=False, problem=problem)
+    put(1, healthy=False, ready=False, problem="/metrics answered 500")
     put(2)
     clock.advance(2.0)
     fleet.eligibility.response_seen(replica(1))
-    assert excluded(fleet) == {replica(1): problem}
-    assert reasons_of(fleet) == {replica(1): "unhealthy"}
-    fleet.remove(replica(2))
-    assert ids(fleet) == [replica(1)]
+    assert excluded(fleet) == {replica(1): "/metrics answered 500"}
 
 
 @pytest.mark.parametrize("model", [MODEL, ""])

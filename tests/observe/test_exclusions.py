@@ -20,6 +20,7 @@ A10 = "llama-8b-a10"
         ({"unanswered_s": 2.0}, "stalled"),
         ({"unanswered_s": 9.0, "healthy": False, "problem": "hangs"}, "stalled"),
         ({"asleep": True}, "asleep"),
+        ({"ready": False, "problem": "not ready, says Kubernetes"}, "not ready"),
     ],
 )
 def test_exclusion_and_its_end_are_logged_once(

@@ -380,11 +380,11 @@ async def test_pod_conditions_reach_routers_at_once(
             state = await router.replica(first, healthy=True)
             assert (state.name, state.draining) == (f"vllm-{first.port}", False)
             state = await router.replica(second, lambda state: bool(state.models))
-            assert (state.healthy, state.ready) == (False, False)
+            assert (state.healthy, state.ready) == (True, False)
             assert state.problem == "not ready, says Kubernetes"
             assert 'replicas_healthy{pool="default"} 1.0' in await metrics_of(settings)
             put(second)
-            state = await router.replica(second, healthy=True)
+            state = await router.replica(second, ready=True)
             assert (state.ready, state.problem) == (True, "")
             first.answers["/metrics"] = hang  # no scrape ends from now on
             await first.requested("/metrics", more=1)

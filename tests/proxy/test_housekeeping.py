@@ -70,10 +70,11 @@ async def test_external_load_needs_fresh_polls_and_fresh_digests_of_all_routers(
 
 async def test_sleeping_replica_is_not_counted_as_healthy() -> None:
     services = router_of(config_of())
-    for number, figures in enumerate(({}, {"asleep": True}, {"healthy": False}), start=1):
-        put_replicas(services, number, **figures)
+    put_replicas(services, 1)
+    for number, figure in enumerate(("asleep", "healthy", "ready"), start=2):
+        put_replicas(services, number, **{figure: figure == "asleep"})
     await one_pass(services)
-    counts = {("healthy",): 1, ("asleep",): 1, ("unhealthy",): 1}
+    counts = {("healthy",): 1, ("asleep",): 1, ("unhealthy",): 2}
     assert samples(services.metrics.replicas) == counts
 
 

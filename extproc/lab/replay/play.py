@@ -95,7 +95,7 @@ class _Replay(Simulation):
 
     def _change(self, machine: Machine, poller: MachinePoller, phase: ReplicaPhase) -> None:
         machine.runs_at(phase.step)
-        usable = {"healthy": True, "asleep": False} if self._forced else {}
+        usable = {"healthy": True, "ready": True, "asleep": False} if self._forced else {}
         poller.base = structs.replace(phase.state, **usable)
 
 
