@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from importlib import import_module
-from itertools import product
+from itertools import chain, product
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ _T95 = 2.262  # quantile of Student's t: two-sided, 9 degrees of freedom
 _REQUESTS = 500  # of a segment, at most
 _HERE = Path(__file__).parent
 _FIGURES = (("e2e_s", "mean"), ("e2e_s", "p99"), ("ttft_s", "mean"), ("ttft_s", "p99"))
-_HEAD = ("without", "cell", "completion, mean", "p99", "first token, mean", "p99")
+_HEAD = ("without", "cell", "completion, mean", "p99", "TTFT, mean", "p99")
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,28 +260,28 @@ def worth(pairs: Sequence[Figures], part: str) -> Floats:
     return np.log(figures(part) / figures(""))
 
 
-def difference(logs: Floats) -> str:
-    """Difference in % and its 95% interval, or ``none`` if the interval contains zero."""
+def difference(logs: Floats, least: float = 0.0) -> str:
+    """Difference in % and its 95% interval; empty if the interval contains zero, or if the
+    difference is smaller than ``least``."""
     middle = logs.mean()
     half = _T95 * logs.std(ddof=1) / np.sqrt(len(logs))
-    if abs(middle) <= half:
-        return "none"
     low, mean, high = 100.0 * np.expm1([middle - half, middle, middle + half])
-    return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
+    if abs(middle) <= half or abs(mean) < least:
+        return ""
+    return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})".replace("-", "−")
 
 
-def rows(found: Mapping[str, Sequence[Figures]], parts: Sequence[str]) -> Iterator[list[str]]:
-    """Rows of the table. For each part: the mean over all cells, each cell in which the part makes
-    a difference, and the number of other cells."""
-    for part in parts:
-        logs = {cell: worth(pairs, part) for cell, pairs in found.items()}
-        mean = np.mean([*logs.values()], axis=0)
-        cells = {cell: [*map(difference, values.T)] for cell, values in logs.items()}
-        differing = {cell: row for cell, row in cells.items() if set(row) != {"none"}}
-        yield [f"**{part}**", "all", *map(difference, mean.T)]
-        yield from (["", cell, *row] for cell, row in differing.items())
-        if rest := len(cells) - len(differing):
-            yield ["", f"{rest} more" if differing else "each", *["none"] * len(_FIGURES)]
+def rows(found: Mapping[str, Sequence[Figures]], part: str) -> list[list[str]]:
+    """Rows of a part in the table: the mean over all cells, and each cell in which the part makes a
+    difference of at least 1%. Empty if there is no such cell."""
+    logs = {cell: worth(pairs, part) for cell, pairs in found.items()}
+    cells = [
+        ["", cell, *map(difference, values.T)]
+        for cell, values in logs.items()
+        if any(difference(figures, least=1.0) for figures in values.T)
+    ]
+    mean = np.mean([*logs.values()], axis=0)
+    return [[part, "all", *map(difference, mean.T)], *cells] if cells else []
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -301,9 +301,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for done, ((cell, _), figures) in enumerate(zip(tasks, playing, strict=True), 1):
             found[cell].append(figures)
             show(done / len(tasks), cell)
-    print("\n".join(table_of(_HEAD, rows(found, args.parts))))
+    table = {part: rows(found, part) for part in args.parts}
+    print("\n".join(table_of(_HEAD, chain.from_iterable(table.values()))))
     print("\n% by which requests take longer without the part (95% interval),")
     print(f"{origin['date'][:10]}, commit {origin['commit']}.")
+    print(f"No cell differs by 1% without: {', '.join(p for p in table if not table[p]) or '-'}")
     return 0
 
 

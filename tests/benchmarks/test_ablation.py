@@ -135,6 +135,9 @@ def test_only_finished_runs_of_a_commit_are_not_repeated(
 
 
 def test_difference_is_shown_if_its_interval_excludes_zero() -> None:
-    assert difference(np.zeros(PAIRS)) == "none"
-    assert difference(np.array([0.1, -0.1] * (PAIRS // 2))) == "none"
-    assert difference(np.log([1.02, 1.03] * (PAIRS // 2))) == "+2.5 (+2.1 to +2.9)"
+    assert difference(np.zeros(PAIRS)) == ""
+    assert difference(np.array([0.1, -0.1] * (PAIRS // 2))) == ""
+    logs = np.log([1.02, 1.03] * (PAIRS // 2))
+    assert difference(logs, least=2.0) == "+2.5 (+2.1 to +2.9)"
+    assert difference(-logs) == "−2.4 (−2.8 to −2.1)"
+    assert difference(logs, least=3.0) == ""
