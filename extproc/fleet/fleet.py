@@ -173,6 +173,12 @@ class Fleet:
         """True if living pollers list no replica."""
         return bool(self.pollers) and not self._listed
 
+    @property
+    def is_known(self) -> bool:
+        """True if a replica is known, or if living pollers read every source and found none."""
+        unread = any((self.pollers or {}).values())
+        return bool(self.members) or (self.is_empty and not unread)
+
     def _compare_with_list(self) -> None:
         if self._listed and self._rows.keys() >= self._listed:
             self.members_known.set()

@@ -108,8 +108,8 @@ class GrpcServer:
         return port
 
     async def watch_replicas(self) -> None:
-        """Reports the health service as ready once the router knows a replica; from then on, ends
-        requests on hung replicas.
+        """Reports the health service as ready once the router knows the replicas of a pool; from
+        then on, ends requests on hung replicas.
 
         Until the router is ready, Envoy uses other routers. Runs until cancelled.
         """
@@ -121,7 +121,7 @@ class GrpcServer:
             elif ready := not self.unready():
                 await self._report_readiness()
                 extra = {"mode": self._settings.mode, "share": self._settings.share}
-                logger.info("router ready: it knows a replica", extra=extra)
+                logger.info("router ready: it knows the replicas", extra=extra)
 
     async def stop(self, drain_s: float) -> None:
         """Stops the server; open streams have ``drain_s`` seconds to end.
@@ -139,12 +139,13 @@ class GrpcServer:
     def unready(self) -> str:
         """Returns why the router should get no requests, or an empty string if the router is ready.
 
-        A known replica suffices, even if it does not answer. A router that loses Redis stays ready.
+        A known replica suffices, even if it does not answer, or an empty pool, whose requests wait
+        for a replica. A router that loses Redis stays ready.
         """
         if self._stopping:
             return "stopping"
-        knows_replicas = any(pool.fleet.members for pool in self._pools)
-        return "" if knows_replicas else "no replica is known yet"
+        known = any(pool.fleet.is_known for pool in self._pools)
+        return "" if known else "no replica is known yet"
 
     async def _report_readiness(self) -> None:
         statuses = health_pb2.HealthCheckResponse

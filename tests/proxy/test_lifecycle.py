@@ -102,7 +102,7 @@ async def test_router_is_ready_once_a_replica_is_known(logged: Logged) -> None:
         assert not logged.lines()
         put_replicas(services, healthy=False)
         await until_read(lambda: serving(channel), lambda names: len(names) == 4)
-        line = await logged.line("router ready: it knows a replica")
+        line = await logged.line("router ready: it knows the replicas")
         assert (line["mode"], line["share"]) == ("route", 0.05)
         services.fleet.remove(replica(1))
         services.fleet.remove(replica(2))

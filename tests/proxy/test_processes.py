@@ -94,6 +94,19 @@ async def test_replica_that_refuses_connections_makes_router_ready(tmp_path: Pat
         assert known["problem"] == "cannot connect: connection refused"
 
 
+@pytest.mark.parametrize(
+    ("file", "status"), [("[]", 200), ("missing", 503)], ids=["no replicas", "unreadable"]
+)
+async def test_router_of_an_empty_pool_is_ready(tmp_path: Path, file: str, status: int) -> None:
+    """A pool is scaled to zero while a router restarts."""
+    argv = list_replicas(tmp_path)
+    (tmp_path / "replicas.yaml").write_text(file)
+    async with router(argv, tmp_path) as started:
+        polled = 'extproc_poll_lookups_failing{pool="default"} ' + str(float(status != 200))
+        await until_read(lambda: started.page("/metrics"), lambda now: polled in now[1])
+        await until_read(lambda: started.page("/readyz"), lambda now: now[0] == status)
+
+
 async def test_readiness_follows_known_replicas(redis_server: RedisServer, tmp_path: Path) -> None:
     argv = sys.executable, "-m", "extproc", "serve", "--redis.url", redis_server.url
     async with router(argv, tmp_path) as started:
