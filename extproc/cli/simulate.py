@@ -72,12 +72,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(error) from None
     try:
         uvloop.run(until_signalled(_serve(replica, args.host, args.port)))
+    except OSError as error:
+        address = join_address(args.host, args.port)
+        raise CommandError(f"cannot listen on {address}: {error}") from None
     except ExceptionGroup as group:
-        (failure,) = group.exceptions
-        if isinstance(failure, OSError):
-            address = join_address(args.host, args.port)
-            raise CommandError(f"cannot listen on {address}: {failure}") from None
-        logger.critical("engine failed: the replica exits", exc_info=failure)
+        logger.critical("engine failed: the replica exits", exc_info=group)
         return CommandError.status
     return 0
 

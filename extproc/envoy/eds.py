@@ -21,6 +21,7 @@ from extproc.fleet.members import Staleness
 from extproc.ground.address import split_address
 from extproc.ground.clock import Clock, monotonic
 from extproc.ground.runtime import until_signalled
+from extproc.proxy.transport import require_address
 from extproc.replica_state import TTL_S, ReplicaState
 from extproc.share.connection import connect
 from extproc.share.replicas import Change, Put, Removed, Snapshot, StateReader
@@ -38,7 +39,7 @@ async def run_eds(config: Config) -> None:
 
     Raises:
         OSError: the port is in use.
-        ValueError: ``state`` is ``memory``.
+        ValueError: ``state`` is ``memory``, or a TLS file cannot be used.
     """
     if config.state == "memory":
         raise ValueError(
@@ -47,21 +48,22 @@ async def run_eds(config: Config) -> None:
         )
     pools = {pool.pool: PoolMembers() for pool in config.each_pool}
     server = EdsServer(dict.fromkeys(pools), config.eds)
+    require_address(config.eds.listen, "eds")
     async with AsyncExitStack() as stack:
-        port = await server.start(config.eds.listen)
-        stack.push_async_callback(server.stop)
         readers = [
             StateReader(await stack.enter_async_context(connect(pool.redis, pool.pool)), pool.pool)
             for pool in config.each_pool
         ]
-        logger.info("eds ready", extra={"port": port, "pool": ", ".join(pools)})
+        logger.info(
+            "eds started: its port opens once it knows a replica", extra={"pool": ", ".join(pools)}
+        )
         await until_signalled(
             *(
                 _follow(reader, pool, members, server)
                 for reader, (pool, members) in zip(readers, pools.items(), strict=True)
             ),
             _drop_stale(pools, server),
-            _report_health(readers, server),
+            _serve(readers, server, config.eds.listen),
         )
 
 
@@ -72,6 +74,21 @@ async def _follow(
         async for change in changes:
             if members.apply(change):
                 server.put(pool, partial(load_assignment, pool, members.current))
+
+
+async def _serve(readers: Collection[StateReader], server: EdsServer, address: str) -> None:
+    """Listen once a replica of any pool is known; then report health.
+
+    Until then Envoy asks other instances, and the closed port fails Kubernetes's readiness probe:
+    after an upgrade to a wrong ``redis.url`` the old instances stay.
+    """
+    await server.knows_replicas.wait()
+    port = await server.start(address)
+    try:
+        logger.info("eds ready: it knows a replica", extra={"port": port})
+        await _report_health(readers, server)
+    finally:
+        await server.stop()
 
 
 async def _report_health(readers: Collection[StateReader], server: EdsServer) -> None:

@@ -16,7 +16,7 @@ from envoy_data_plane.google.protobuf import Any
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from extproc.config import MutualTlsSettings
-from extproc.proxy.transport import open_port
+from extproc.proxy.transport import credentials_of, open_port
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +88,10 @@ class EdsServer:
     """gRPC server that answers EDS requests, and health checks."""
 
     def __init__(self, pools: Assignments, files: MutualTlsSettings) -> None:
+        """Raises ValueError if a TLS file cannot be used."""
         self._pools = dict(pools)
-        self._files = files
+        self.knows_replicas = asyncio.Event()  # of any pool
+        self._credentials = credentials_of(files, "eds")
         self.streams: dict[asyncio.Task[None], asyncio.Event] = {}
         """Reading task of each open stream → event, set when a response may be due there."""
         self._health = health.aio.HealthServicer()
@@ -101,7 +103,7 @@ class EdsServer:
         server = grpc.aio.server(options=_OPTIONS)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         server.add_generic_rpc_handlers((handler,))
-        port = open_port(server, address, self._files, "eds")
+        port = open_port(server, address, self._credentials, "eds")
         await server.start()
         self._server = server
         await self.report(serving=True)
@@ -113,6 +115,7 @@ class EdsServer:
         All streams share one call of ``encode``, which the first response calls.
         """
         self._pools[pool] = cache(encode)
+        self.knows_replicas.set()
         for woken in self.streams.values():
             woken.set()
 

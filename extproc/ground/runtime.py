@@ -32,7 +32,8 @@ async def until_signalled(*parts: Coroutine[Any, Any, None]) -> None:
     """Runs the parts concurrently until SIGTERM or SIGINT, which cancels them.
 
     Raises:
-        ExceptionGroup: a part failed; the others are cancelled.
+        OSError: a part failed with it, such as an address in use; the others are cancelled.
+        ExceptionGroup: a part failed otherwise; the others are cancelled.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     signals = (signal.SIGTERM, signal.SIGINT)
@@ -44,6 +45,10 @@ async def until_signalled(*parts: Coroutine[Any, Any, None]) -> None:
             await stop.wait()
             for part in running:
                 part.cancel()
+    except ExceptionGroup as group:
+        if isinstance(error := group.exceptions[0], OSError):
+            raise error from None
+        raise
     finally:
         for number in signals:
             loop.remove_signal_handler(number)

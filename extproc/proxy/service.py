@@ -13,7 +13,7 @@ from extproc.proxy.call import Call
 from extproc.proxy.exchange import Exchange
 from extproc.proxy.services import Services
 from extproc.proxy.stream import stream
-from extproc.proxy.transport import batch_scheduled_threads, open_port
+from extproc.proxy.transport import batch_scheduled_threads, credentials_of, open_port
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,8 @@ class GrpcServer:
         was never stopped.
 
         Raises:
-            OSError, ValueError: as :func:`~extproc.proxy.transport.open_port`.
+            OSError: the address cannot be listened on.
+            ValueError: a TLS file cannot be used.
         """
         methods = {"Process": grpc.stream_stream_rpc_method_handler(self._process)}
         handler = grpc.method_handlers_generic_handler(SERVICE, methods)
@@ -100,7 +101,8 @@ class GrpcServer:
             server = grpc.aio.server(options=self._options)
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
             server.add_generic_rpc_handlers((handler,))
-            port = open_port(server, address, self._settings, "serve")
+            credentials = credentials_of(self._settings, "serve")
+            port = open_port(server, address, credentials, "serve")
             await server.start()
         self._server = server
         await self._health.set(_LIVENESS, health_pb2.HealthCheckResponse.SERVING)

@@ -1,6 +1,7 @@
 """gRPC ports that Envoy connects to: TLS, and how Linux schedules gRPC's threads."""
 
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -8,31 +9,51 @@ from contextlib import ExitStack, contextmanager, suppress
 import grpc
 
 from extproc.config import MutualTlsSettings
+from extproc.ground.address import split_address
 from extproc.ground.tls import Certificates, watched
 
 
 def open_port(
-    server: grpc.aio.Server, address: str, settings: MutualTlsSettings, section: str
+    server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None, section: str
 ) -> int:
     """Lets the server listen on ``host:port``; returns the port (the system chooses it for port 0).
 
     Raises:
         OSError: the address cannot be listened on; the message names the setting in ``section``.
-        ValueError: a TLS file cannot be used.
     """
-    credentials = _credentials(settings, section)
     try:
         if credentials is None:
             return int(server.add_insecure_port(address))
         return int(server.add_secure_port(address, credentials))
     except RuntimeError:  # gRPC's message does not say why
-        raise OSError(
-            f"cannot listen for Envoy on {address} ({section}.listen): "
-            "it is taken, or not an address of this machine"
-        ) from None
+        raise _unusable(address, section) from None
 
 
-def _credentials(settings: MutualTlsSettings, section: str) -> grpc.ServerCredentials | None:
+def require_address(address: str, section: str) -> None:
+    """Raises what :func:`open_port` would raise now, and does not listen."""
+    host, port = split_address(address)
+    with suppress(OSError):
+        for *kind, _, found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(*kind) as trial:
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                trial.bind(found)
+                return  # gRPC, too, needs only one of a name's addresses
+    raise _unusable(address, section)
+
+
+def _unusable(address: str, section: str) -> OSError:
+    return OSError(
+        f"cannot listen for Envoy on {address} ({section}.listen): "
+        "it is taken, or not an address of this machine"
+    )
+
+
+def credentials_of(settings: MutualTlsSettings, section: str) -> grpc.ServerCredentials | None:
+    """Returns the credentials of a port, which follow changes of the files; None: plain text.
+
+    Raises:
+        ValueError: a TLS file cannot be used.
+    """
     if settings.tls_cert is None:
         return None
     files = watched(section, "Envoy", settings.tls_cert, settings.tls_key, settings.tls_client_ca)

@@ -107,11 +107,12 @@ async def test_control_plane_without_replicas_removes_no_member(
         await stack.kill("redis")
         await stack.kill("eds")
         await connected(client, 0)
-        await stack.start("eds")
-        await connected(client, 1)
+        starting = asyncio.create_task(stack.start("eds"))  # it listens once it knows a replica
         await more(sent, 5)
         assert await members.health() == {"one": "HEALTHY", "two": "HEALTHY"}
         await stack.start("redis")
+        await starting
+        await connected(client, 1)
         await until_read(lambda: replicas(stack, "drain", "two"), lambda status: status == 0)
         await members.have(one="HEALTHY", two="DRAINING")
         assert await replicas(stack, "undrain", "two") == 0

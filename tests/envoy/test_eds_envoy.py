@@ -22,6 +22,7 @@ from extproc.envoy.eds_server import METHOD, SERVICE, EdsServer
 from extproc.lab.harness.envoy_config import endpoints, socket_address
 from extproc.lab.harness.processes import Process, flags, free_port, listening
 from extproc.replica_state import ReplicaState
+from extproc.share.connection import connect
 from extproc.share.replicas import StateWriter
 from tests.certificates import Authority
 from tests.conftest import Logged, RedisServer
@@ -160,33 +161,59 @@ async def test_cluster_is_renamed_in_watched_files_without_failed_requests(tmp_p
 
 
 @asynccontextmanager
-async def instance(directory: Path, settings: Mapping[str, object]) -> AsyncIterator[int]:
-    """Run ``extproc eds``; yield its port."""
+async def started(directory: Path, settings: Mapping[str, object]) -> AsyncIterator[int]:
+    """Start ``extproc eds``; yield the port at which the process will listen."""
     port = free_port()
     argv = flags({"eds.listen": f"127.0.0.1:{port}", **settings})
     async with await Process.start(
-        "eds",
-        [sys.executable, "-m", "extproc", "eds", *argv],
-        log=directory / "eds.log",
-        ready=listening(port),
+        "eds", [sys.executable, "-m", "extproc", "eds", *argv], log=directory / "eds.log"
     ) as process:
         yield port
         process.signal(15)
         assert await process.wait() == 0
 
 
+@asynccontextmanager
+async def instance(directory: Path, settings: Mapping[str, object]) -> AsyncIterator[int]:
+    """Run ``extproc eds``; yield its port."""
+    async with started(directory, settings) as port:
+        await until(listening(port))
+        yield port
+
+
+async def test_port_opens_once_a_replica_of_any_pool_is_known(
+    tmp_path: Path, stopped_redis: RedisServer
+) -> None:
+    """A probe of the port keeps a rollout with a wrong ``redis.url`` from replacing instances."""
+    log = tmp_path / "eds.log"
+    settings = {"redis.url": stopped_redis.url, "pools": "{batch: {}}"}
+    async with started(tmp_path, settings) as port:
+        is_open = listening(port)
+        await until(lambda: "redis is lost" in log.read_text())
+        assert not await is_open()
+        await stopped_redis.start()
+        await until(lambda: "redis is back" in log.read_text())
+        assert not await is_open()
+        async with connect(stopped_redis.url, POOL) as redis:
+            await StateWriter(redis, POOL, ttl_s=60).put([ReplicaState(id="10.0.0.1:80")])
+        await until(is_open)
+        await stopped_redis.kill()
+        await reports(port, NOT_SERVING)
+        assert await is_open()
+
+
 async def test_each_pool_is_a_resource_of_eds(
     tmp_path: Path, redis_server: RedisServer, redis_client: Redis
 ) -> None:
     settings = {"redis.url": redis_server.url, "pools": "{batch: {}}"}
+    await StateWriter(redis_client, POOL, ttl_s=60).put([ReplicaState(id="10.0.0.1:80")])
     async with (
         instance(tmp_path, settings) as port,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
         call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
         await call.write(request(POOL, "batch"))
-        for pool, address in ((POOL, "10.0.0.1:80"), ("batch", "10.0.0.2:80")):
-            await StateWriter(redis_client, pool, ttl_s=60).put([ReplicaState(id=address)])
+        await StateWriter(redis_client, "batch", ttl_s=60).put([ReplicaState(id="10.0.0.2:80")])
         found: dict[str, int] = {}
         while len(found) < 2:
             update = await response(call)
@@ -237,13 +264,13 @@ async def test_envoy_leaves_eds_server_that_lost_redis(
         known[address] = "HEALTHY"
         await writer.put([ReplicaState(id=address)])
 
+    await add()
     async with AsyncExitStack() as stack:
         servers = [
             await stack.enter_async_context(proxied_instance(tmp_path / name, redis_server))
             for name in ("first", "second")
         ]
         tree = asking(free_port(), *(port for _, port in servers))
-        await add()
         async with running(tmp_path, tree, 0) as envoy:
             await envoy.members.have(**known)
             for proxy, port in servers:  # Envoy asks one of the two

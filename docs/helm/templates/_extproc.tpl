@@ -103,8 +103,8 @@ redis://{{ include "extproc.of" (list . "redis") }}:6379/0
     - {name: {{ $name }}, containerPort: {{ $port }}}
     {{- end }}
     {{- $scheme := ternary "HTTPS" "HTTP" (hasKey ($config | fromYaml).admin "tls_cert") }}
-    {{- $live := dict "tcpSocket" (dict "port" "grpc") }}
-    {{- $ready := $live }}
+    {{- $live := dict }}  {{- /* a restart gives eds no replica, without which its port stays closed */}}
+    {{- $ready := dict "tcpSocket" (dict "port" "grpc") }}
     {{- if .ports.metrics }}
     {{- $live = dict "httpGet" (dict "path" "/livez" "port" "metrics" "scheme" $scheme) }}
     {{- $ready = dict "httpGet" (dict "path" "/readyz" "port" "metrics" "scheme" $scheme) }}

@@ -119,9 +119,11 @@ that of a volume. With TLS, the part's Secret is added, and then the volumes of 
 
 {{- /* Probes, from their handlers. A busy node may take a minute to start a process, and seconds to run a command. */ -}}
 {{- define "extproc.probes" -}}
-startupProbe: {{ merge (dict "periodSeconds" 1 "timeoutSeconds" 5 "failureThreshold" 60) .live | toJson }}
 readinessProbe: {{ merge (dict "periodSeconds" 1) .ready | toJson }}
-livenessProbe: {{ merge (dict "periodSeconds" 5 "timeoutSeconds" 5) .live | toJson }}
+{{- with .live }}
+startupProbe: {{ merge (dict "periodSeconds" 1 "timeoutSeconds" 5 "failureThreshold" 60) . | toJson }}
+livenessProbe: {{ merge (dict "periodSeconds" 5 "timeoutSeconds" 5) . | toJson }}
+{{- end }}
 {{- end }}
 
 {{- define "extproc.budget" -}}
