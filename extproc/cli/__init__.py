@@ -6,8 +6,10 @@ A command's module has ``add_arguments(parser)`` and ``run(args)``, which return
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Any
@@ -45,6 +47,9 @@ _REMOVED = {  # commands of earlier versions, and their replacements
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
+    # Else Linux drops the signal if this process is a container's first, and has no handler yet.
+    with suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # 128 + SIGTERM, as shells count
     if isinstance(sys.stdout, TextIOWrapper):  # None if closed
         sys.stdout.reconfigure(errors="replace")  # "?" for what the terminal's encoding lacks
     try:

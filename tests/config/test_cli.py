@@ -255,6 +255,16 @@ def test_check_logs_nothing_beside_its_findings() -> None:
     assert (process.returncode, errors) == (1, "")
 
 
+@pytest.mark.process
+def test_command_handles_sigterm_before_its_service_runs(tmp_path: Path) -> None:
+    """The first process of a container gets only signals that it handles."""
+    os.mkfifo(config := tmp_path / "extproc.yaml")
+    with start("eds", "--config", str(config)) as process, config.open("w"):  # opened by both
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, errors) == (143, "")
+
+
 ADDRESSES = ("serve.listen", "serve.admin", "poll.admin", "eds.listen")
 
 
