@@ -107,9 +107,11 @@ class Discovery:
             for id_, target in found.items()
         )
 
-    def unlisted(self) -> list[str]:
-        """Returns the sources whose pods the API server of Kubernetes has not listed yet."""
-        return [str(wanted) for wanted, watch in self._watches.items() if not watch.listed]
+    def unread(self) -> list[str]:
+        """Returns the replicas file if no read has succeeded yet, and the sources whose pods the
+        API server of Kubernetes has not listed yet."""
+        file = [str(self._file.path)] if self._file and self._file.replicas is None else []
+        return file + [str(wanted) for wanted, watch in self._watches.items() if not watch.listed]
 
     def problems(self) -> dict[str, str]:
         """Returns the names, Kubernetes sources and replicas file that could not be read, with
@@ -167,13 +169,18 @@ class _ReplicasFile:
         self._read = SlowCall(partial(in_daemon_thread, self._file.if_changed), timeout_s)
         self.outage = self._file.outage
 
+    @property
+    def replicas(self) -> tuple[ReplicaSource, ...] | None:
+        """Replicas of the last read that succeeded; None: none has yet."""
+        return getattr(self._file, "content", None)
+
     async def read(self) -> tuple[ReplicaSource, ...]:
         """Returns the listed replicas; those of the last read if the file cannot be used."""
         try:
             await self._read.result()
         except TimeoutError as error:
             self.outage.failed(error)
-        return getattr(self._file, "content", ())
+        return self.replicas or ()
 
 
 def names_replicas(config: Config) -> bool:

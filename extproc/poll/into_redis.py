@@ -88,8 +88,8 @@ class Health:
         self._clock = clock
         self._pools: dict[str, tuple[Assigner, Callable[[], Iterable[str]]]] = {}
 
-    def add(self, pool: str, assigner: Assigner, unlisted: Callable[[], Iterable[str]]) -> None:
-        self._pools[pool] = assigner, unlisted
+    def add(self, pool: str, assigner: Assigner, unread: Callable[[], Iterable[str]]) -> None:
+        self._pools[pool] = assigner, unread
 
     def live(self) -> str:
         """Returns the reason why the process has to be restarted: pools whose heartbeats have
@@ -104,12 +104,10 @@ class Health:
     def ready(self) -> str:
         """Returns the reasons why the poller's states do not reach the routers."""
         reasons = []
-        for pool, (assigner, unlisted) in self._pools.items():
+        for pool, (assigner, unread) in self._pools.items():
             reasons += [f"pool {pool}: no heartbeat yet"] if assigner.beat_at is None else []
             reasons += [f"pool {pool}: redis is lost"] if assigner.outage.problem else []
-            reasons += [
-                f"pool {pool}: {service} was never listed: see the log" for service in unlisted()
-            ]
+            reasons += [f"pool {pool}: {source} was never read: see the log" for source in unread()]
         return "; ".join(reasons) or self.live()
 
 
@@ -123,7 +121,7 @@ async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
         metrics.redis_lost.labels(config.pool).set_function(
             lambda: bool(into.assigner.outage.problem)
         )
-        health.add(config.pool, into.assigner, poller.unlisted)
+        health.add(config.pool, into.assigner, poller.unread)
         await into.drains.look(into.drain_store, monotonic())
         await together(poller.run(), into.run())
 

@@ -37,7 +37,7 @@ class Poller:
             random=random,
             stays=self._stays,
         )
-        self.unlisted = self._discovery.unlisted
+        self.unread = self._discovery.unread
         self._targets: dict[str, Target] = {}
         self._polled: dict[str, PolledReplica] = {}
         self._leaving: set[str] = set()  # no longer discovered; their states are to be deleted

@@ -111,7 +111,7 @@ async def test_pool_without_pods_is_no_problem(api: ApiServer, watched: Found) -
         api.delete(name, "pods")
     await watched.has()
     assert watched.discovery.problems() == {}
-    assert watched.discovery.unlisted() == []
+    assert watched.discovery.unread() == []
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ async def test_missing_right_on_pool_or_pods_is_named_in_the_log(
 ) -> None:
     api.forbidden = {resource}
     assert await found.pods() == {}
-    assert found.discovery.unlisted() == ["InferencePool vllm-llama"]
+    assert found.discovery.unread() == ["InferencePool vllm-llama"]
     line = await logged.line(LOST)
     assert (line["source"], line["resource"]) == ("InferencePool vllm-llama", resource)
     assert f"allows the verbs list and watch on {resource} (403)" in str(line["error"])

@@ -405,7 +405,7 @@ async def test_poller_is_not_ready_until_its_service_was_listed(
     api.forbidden = {"list"}
     settings = config(redis_server, replicas=[{"kubernetes": SERVICE}])
     ready = partial(read, settings, "/readyz")
-    never = 503, "pool default: Service vllm, port 8000 was never listed: see the log\n"
+    never = 503, "pool default: Service vllm, port 8000 was never read: see the log\n"
     ok = 200, "ok\n"
     async with polling(settings):
         await logged.line("poller started")
