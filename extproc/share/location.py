@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from redis.asyncio.connection import Connection, RedisSSLContext, SSLConnection
-from redis.exceptions import ClusterDownError, MovedError, ReadOnlyError, RedisError
+from redis.exceptions import (
+    AuthenticationError,
+    ClusterDownError,
+    MovedError,
+    ReadOnlyError,
+    RedisError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.utils import str_if_bytes
 
@@ -137,6 +143,9 @@ class LocatedConnection(Connection):
     async def read_response(self, *args: Any, **options: Any) -> Any:
         try:
             return await super().read_response(*args, **options)
+        except AuthenticationError as error:  # Redis's own text may only name its commands
+            text = "login refused (redis.password, or user and password in redis.url)"
+            raise AuthenticationError(f"{text}: {error}") from error
         except (ReadOnlyError, MovedError, ClusterDownError) as error:
             await self.disconnect(nowait=True)
             why = "no longer accepts writes"

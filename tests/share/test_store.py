@@ -126,13 +126,14 @@ async def test_silent_redis_is_noticed(
     assert logged.lines(LOST)
 
 
-async def test_wrong_password_is_logged_without_it(
-    redis_server: RedisServer, redis_client: Redis, logged: Logged
+@pytest.mark.parametrize("login", ["", ":secret@"])
+async def test_refused_login_is_logged_with_the_setting_and_without_password(
+    redis_server: RedisServer, redis_client: Redis, logged: Logged, login: str
 ) -> None:
     await redis_client.config_set("requirepass", "right")
-    line = await lost(f"redis://:secret@127.0.0.1:{redis_server.port}/0", logged)
+    line = await lost(f"redis://{login}127.0.0.1:{redis_server.port}/0", logged)
     assert logged.lines(LOST) == [line]
-    assert "invalid username-password" in str(line["error"])
+    assert "login refused (redis.password, or user and password in redis.url)" in str(line)
     assert "secret" not in str(line)
 
 
