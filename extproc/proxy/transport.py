@@ -5,6 +5,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import grpc
 
@@ -21,31 +22,33 @@ def open_port(
     Raises:
         OSError: the address cannot be listened on; the message names the setting in ``section``.
     """
-    try:
-        if credentials is None:
-            return int(server.add_insecure_port(address))
-        return int(server.add_secure_port(address, credentials))
-    except RuntimeError:  # gRPC's message does not say why
-        raise _unusable(address, section) from None
+    require_address(address, section)  # gRPC's message would not say why
+    if credentials is None:
+        return int(server.add_insecure_port(address))
+    return int(server.add_secure_port(address, credentials))
 
 
 def require_address(address: str, section: str) -> None:
-    """Raises what :func:`open_port` would raise now, and does not listen."""
+    """Raises what :func:`open_port` would raise now, without listening."""
     host, port = split_address(address)
-    with suppress(OSError):
-        for *kind, _, found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            with suppress(OSError), socket.socket(*kind) as trial:
-                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                trial.bind(found)
-                return  # gRPC, too, needs only one of a name's addresses
-    raise _unusable(address, section)
+    wanted = None if host in ("0.0.0.0", "::") else host  # gRPC takes either for both families
+    try:
+        *others, last = socket.getaddrinfo(
+            wanted, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        for found in others:  # one address suffices, as for gRPC
+            with suppress(OSError):
+                return _bind(*found)
+        _bind(*last)
+    except OSError as error:
+        text = f"cannot listen for Envoy on {address} ({section}.listen): {error.strerror}"
+        raise OSError(text) from None
 
 
-def _unusable(address: str, section: str) -> OSError:
-    return OSError(
-        f"cannot listen for Envoy on {address} ({section}.listen): "
-        "it is taken, or not an address of this machine"
-    )
+def _bind(family: int, kind: int, protocol: int, _: str, address: Any) -> None:
+    with socket.socket(family, kind, protocol) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        trial.bind(address)
 
 
 def credentials_of(settings: MutualTlsSettings, section: str) -> grpc.ServerCredentials | None:

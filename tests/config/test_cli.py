@@ -287,6 +287,16 @@ def test_address_in_use_exits_with_one_line(
     assert f"on {address} ({setting}): " in line
 
 
+@pytest.mark.parametrize("command", ["serve", "eds"])
+def test_address_of_another_machine_exits_with_the_reason(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setting, address = f"{command}.listen", "192.0.2.1:50051"
+    assert main([command, "--log.level=error", *elsewhere(**{setting: address})]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"on {address} ({setting}): Cannot assign requested address")
+
+
 def test_every_command_may_open_many_files() -> None:
     """With few files, ``extproc check --live`` would find some of a thousand replicas dead."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -3,9 +3,10 @@
 import ctypes
 import gc
 import os
+import socket
 import sys
 from collections.abc import Awaitable, Callable
-from errno import ENOSYS
+from errno import EAFNOSUPPORT, ENOSYS
 from threading import Event, Thread
 
 import pytest
@@ -17,7 +18,7 @@ from grpclib.encoding.base import CodecBase
 from extproc.proxy import messages
 from extproc.proxy.service import SERVICE, GrpcServer
 from extproc.proxy.services import Services
-from extproc.proxy.transport import batch_scheduled_threads
+from extproc.proxy.transport import batch_scheduled_threads, require_address
 
 BATCH = 96  # bytes that gRPC allocates for each batch of operations
 
@@ -113,6 +114,21 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs SCHED_BATCH")
 
 
 @linux
+def test_all_addresses_need_no_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a kernel without IPv6, gRPC listens on IPv4."""
+    create = socket.socket
+
+    def of_kernel(family: int, *kind: int) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(EAFNOSUPPORT, "Address family not supported by protocol")
+        return create(family, *kind)
+
+    monkeypatch.setattr("extproc.proxy.transport.socket.socket", of_kernel)
+    require_address("[::]:0", "serve")
+    with pytest.raises(OSError, match="Address family not supported"):
+        require_address("[::1]:0", "serve")
+
+
 def test_batch_scheduling_covers_only_new_threads() -> None:
     ended = Event()
     policies = []
