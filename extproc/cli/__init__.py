@@ -47,6 +47,10 @@ _REMOVED = {  # commands of earlier versions, and their replacements
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
+    # If a standard stream is closed, the event loop would use its number, and abort at the end.
+    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(file)
     # Else Linux drops the signal if this process is a container's first, and has no handler yet.
     with suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # 128 + SIGTERM, as shells count

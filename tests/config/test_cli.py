@@ -238,9 +238,9 @@ def test_removed_option_names_its_replacement(
     assert line.endswith(f"was removed: {REMOVED.get(key) or REMOVED[f'serve.{key}']}")
 
 
-def start(*argv: str) -> "subprocess.Popen[str]":
+def start(*argv: str, redirect: str = "") -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "extproc", *argv],
+        ["sh", "-c", f'exec "$@" {redirect}', "sh", sys.executable, "-m", "extproc", *argv],
         stderr=subprocess.PIPE,
         text=True,
         env={key: value for key, value in os.environ.items() if not key.startswith("EXTPROC_")},
@@ -253,6 +253,17 @@ def test_check_logs_nothing_beside_its_findings() -> None:
     with start(*argv) as process:
         _, errors = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, errors) == (1, "")
+
+
+@pytest.mark.process
+def test_service_without_standard_input_and_output_stops_in_order() -> None:
+    """The event loop would use their numbers for files of its own, and abort when it closes one."""
+    with start("eds", *elsewhere(), redirect="<&- >&-") as process:
+        assert process.stderr is not None
+        assert any("redis is lost" in line for line in iter(process.stderr.readline, ""))
+        process.send_signal(signal.SIGTERM)
+        assert "Assertion" not in process.stderr.read()
+    assert process.returncode == 0
 
 
 @pytest.mark.process
