@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from msgspec import structs
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 
 from extproc.cli.arguments import CommandError, Parser, UsageError, number
 from extproc.cli.configuration import add_file, add_flag, configured
@@ -90,11 +90,7 @@ async def _run(args: argparse.Namespace, settings: RedisSettings, pool: str) -> 
             print(text, flush=True)
             return await _until_empty(states, replica, args.wait)
         except (RedisError, OSError) as error:
-            # Redis answers with a ResponseError if a right is missing or its memory is full.
-            failure = "refuses" if isinstance(error, ResponseError) else "does not answer"
-            raise CommandError(
-                f"Redis at {address(redis)} (redis.url) {failure}: {error}"
-            ) from None
+            raise CommandError(f"Redis at {address(redis)} (redis.url): {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
