@@ -226,6 +226,7 @@ class Trial:
         yield TrialStep("upgrade routers and Envoy", lambda: self.upgrade(max_streams=10_000))
         yield TrialStep("roll back", lambda: self.helm("rollback", "--wait", "--timeout=4m"))
         yield TrialStep("stuck upgrade", self.stuck_upgrade)
+        yield TrialStep("roll replicas in it", lambda: self.restart("vllm-fast"))
         yield TrialStep("roll the stuck upgrade back", lambda: self.helm("rollback", "--wait"))
         yield TrialStep("kill a replica without grace", lambda: self.kill("app=vllm,gpu=fast"))
         yield TrialStep("roll replicas to pods without preStop", self.drop_pre_stop)
