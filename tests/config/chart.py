@@ -23,6 +23,13 @@ SCHEMA = CHART / "values.schema.json"
 PLAIN = ROOT / "docs" / "kubernetes.yaml"
 COPIES = ("rules.yaml", "dashboard.json")
 OBSERVABILITY = ROOT / "docs" / "observability"
+_PORTS = (
+    ("ServeSettings", "listen", 50051),
+    ("ServeSettings", "admin", 9090),
+    ("PollSettings", "admin", 9091),
+    ("EdsSettings", "listen", 18000),
+)
+"""Settings whose ports the chart's Services, probes and NetworkPolicies name."""
 _BY_HELM = ("app.kubernetes.io/managed-by:", "helm.sh/chart:", "# Source:")
 _HEAD = """\
 # The whole router in plain manifests, as docs/helm renders them for the namespace `default`. Yours
@@ -88,6 +95,9 @@ def schema() -> dict[str, Any]:
     parts = config.pop("$defs")
     for name in ("replicas", "pools"):  # values of their own
         del config["properties"][name]
+    config["properties"]["state"] = {"enum": ["redis"]}  # several routers
+    for part, setting, port in _PORTS:
+        parts[part]["properties"][setting]["pattern"] = f":{port}$"
     pods = parts["KubernetesPods"]
     pods["properties"]["selector"] = {
         "type": "object",
