@@ -337,6 +337,16 @@ def test_endpoint_picker_has_no_findings() -> None:
     assert not complaints(read_yaml(ENVOY / "endpoint_picker.yaml"))
 
 
+def test_documented_route_of_pool_has_no_findings() -> None:
+    page = (ENVOY.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```yaml\n(routes:\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (route,) = yaml.safe_load(block)["routes"]
+    editable = EditableBootstrap()
+    editable.routes.insert(0, route)
+    editable.clusters.append(editable.replicas | {"name": route["route"]["cluster"]})
+    assert complaints(editable.tree) == []
+
+
 def test_original_dst_needs_single_choice() -> None:
     finding, *_ = complaints(read_yaml(ENVOY / "original_dst.yaml"), {})
     assert (finding.rule, finding.level) == ("one_replica_is_named", Level.ERROR)
