@@ -18,7 +18,7 @@ from msgspec import structs
 from extproc.poll.metrics_text import PageFigures
 from extproc.replica_state import EngineFigures, ReplicaState
 
-_LISTED = ("models", "listed", "adapters", "max_model_len", "takes_priority")  # from /v1/models
+_LISTED = ("models", "listed", "adapters", "max_model_len")  # from /v1/models
 _NEARLY_FULL = 0.9  # fraction of the KV cache above which requests may be waiting for KV space
 _FEWEST_STEPS = 3  # between two polls; if fewer, starts and ends of sequences distort figures
 _MOST_PER_STEP = 8.0  # tokens of a sequence per step: longer drafts are seldom accepted
@@ -47,6 +47,7 @@ def scraped_state(
         base,
         most_running=most,
         max_num_seqs=limit,
+        takes_priority=before.takes_priority,
         tokens_per_step=_tokens_per_step(before, figures),
         **{**figures.of_state(), **listed, **others},
     )

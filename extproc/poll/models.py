@@ -29,7 +29,7 @@ class Models:
     Args:
         session: result of :func:`~extproc.poll.scrape.open_session`.
         target: the replica.
-        listed: called with fields of a ``ReplicaState`` after each successful read.
+        listed: called with fields of a ``ReplicaState`` after each read.
     """
 
     def __init__(
@@ -61,13 +61,15 @@ class Models:
         self._reading, self._read_at = None, -inf
 
     async def _refresh(self) -> None:
+        # An API key guards only the list of models.
+        fields = {"takes_priority": await takes_priority(self._session, self._replica)}
         try:
-            fields = await read_models(self._session, self._replica)
+            fields |= await read_models(self._session, self._replica)
         except ScrapeError as error:
             self._outage.failed(error)
         else:
             self._outage.recovered()
-            self._listed(fields)
+        self._listed(fields)
 
 
 class _Model(BaseModel):
@@ -87,8 +89,8 @@ class _Version(BaseModel):
 
 
 async def read_models(session: aiohttp.ClientSession, replica: str) -> dict[str, Any]:
-    """Requests models and version of the replica at ``ip:port``; returns fields of its state. If
-    the replica lists no model, only ``takes_priority`` is among them.
+    """Requests the models of the replica at ``ip:port``; returns fields of its state, none if the
+    replica lists no model.
 
     Raises:
         ScrapeError: the replica does not list its models.
@@ -98,10 +100,9 @@ async def read_models(session: aiohttp.ClientSession, replica: str) -> dict[str,
         models = _ModelList.model_validate_json(body).data
     except ValidationError:
         raise ScrapeError("/v1/models is not a list of models") from None
-    takes_priority = {"takes_priority": await _takes_priority(session, replica)}
     if not models:
-        return takes_priority
-    return takes_priority | {
+        return {}
+    return {
         "models": tuple(model.id for model in models),
         "listed": True,
         "adapters": tuple(model.id for model in models if model.parent),
@@ -110,9 +111,9 @@ async def read_models(session: aiohttp.ClientSession, replica: str) -> dict[str,
     }
 
 
-async def _takes_priority(session: aiohttp.ClientSession, replica: str) -> bool:
-    """Returns True from vLLM 0.11 on. Older versions answer 400 to ``priority`` in a body, unless
-    they run with ``--scheduling-policy priority``."""
+async def takes_priority(session: aiohttp.ClientSession, replica: str) -> bool:
+    """Requests the version of the replica at ``ip:port``; returns True from vLLM 0.11 on. Older
+    versions answer 400 to ``priority`` in a body, unless they schedule by priority."""
     try:  # a server other than vLLM, or a proxy in front of vLLM, may have no /version
         body = await get(session, replica, "/version")
         number = _NUMBER.match(_Version.model_validate_json(body).version)

@@ -294,7 +294,7 @@ class PolledReplica:
         self._publish(structs.replace(self.state, **values))
 
     def _listed(self, fields: dict[str, Any]) -> None:
-        """Publishes the fields of the state that come from the replica's list of models."""
+        """Publishes the fields that come from the replica's version and list of models."""
         fields["takes_priority"] |= self.state.by_priority or self.state.takes_priority
         self._update(**fields)
 

@@ -466,6 +466,16 @@ async def test_models_come_from_metrics_if_the_list_is_refused(
         assert line["error"] == "/v1/models answered 401"
 
 
+async def test_replica_whose_api_key_hides_its_models_takes_priorities(
+    redis_server: RedisServer, replica: ScriptedReplica
+) -> None:
+    replica.answers["/v1/models"] = text("", 401)
+    async with watching(config(redis_server, replica)) as router:
+        await router.replica(replica, takes_priority=True)
+        replica.answers["/metrics"] = text(page(steps=102))
+        assert (await router.replica(replica, steps=102)).takes_priority
+
+
 @pytest.mark.parametrize("version", ["0.10.2", "0.32.0"])
 async def test_priority_scheduling_of_the_pool_overrides_the_version(
     redis_server: RedisServer, replica: ScriptedReplica, version: str

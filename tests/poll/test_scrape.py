@@ -9,7 +9,7 @@ from aiohttp import ClientSession, web
 
 from extproc.lab.harness.processes import free_port
 from extproc.poll.metrics_text import ScrapeError
-from extproc.poll.models import read_models
+from extproc.poll.models import read_models, takes_priority
 from extproc.poll.scrape import (
     SilentError,
     open_session,
@@ -160,8 +160,7 @@ async def test_vllm_versions_from_0_11_accept_priorities(
     replica: ScriptedReplica, session: ClientSession, version: Handler, takes: bool
 ) -> None:
     replica.answers["/version"] = version
-    fields = await read_models(session, replica.id)
-    assert (fields["listed"], fields["takes_priority"]) == (True, takes)
+    assert await takes_priority(session, replica.id) is takes
 
 
 @pytest.mark.parametrize(
