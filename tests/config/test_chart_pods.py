@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import sys
+from asyncio.subprocess import PIPE
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from aiohttp import web
 from extproc.lab.harness.processes import free_port
 from tests.config.chart import ROOT, Manifest, by_title, container, manifests, pod
 from tests.envoy.test_envoy import around_the_fragment, running
-from tests.poll.replica import serving
+from tests.poll.replica import serving, text
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,23 @@ def test_pod_of_helm_test_has_the_options_of_all_pods() -> None:
     assert named["podLabels"].items() <= tested["metadata"]["labels"].items()
     annotations = {"helm.sh/hook": "test"} | named["podAnnotations"]
     assert annotations.items() <= tested["metadata"]["annotations"].items()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("status", "passes"), [(200, True), (401, True), (503, False)])
+async def test_helm_test_passes_where_replicas_want_an_api_key(status: int, passes: bool) -> None:
+    script = by_title(manifests())["Pod-extproc-test"]["spec"]["containers"][0]["command"][-1]
+    (program,) = re.findall(r"<<'END'\n(.*?)^END$", script, re.M | re.S)
+    async with serving() as replica:
+        replica.answers["/v1/models"] = text("the answer", status)
+        asking = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", program, f"http://{replica.id}/v1/models"),
+            stdout=PIPE,
+            stderr=PIPE,
+        )
+        printed, _ = await asking.communicate()
+    assert (asking.returncode == 0) == passes
+    assert printed == b"the answer\n" * passes
 
 
 @pytest.mark.process
