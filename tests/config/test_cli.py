@@ -79,6 +79,7 @@ def test_bash_completes_commands_and_options(
 @pytest.mark.parametrize(
     ("argv", "usage", "problem"),
     [
+        (["completion"], "extproc completion SHELL", "arguments are required: SHELL"),
         ([], "extproc COMMAND [OPTION]...", "extproc: error: the following arguments are required"),
         (["srve"], "extproc COMMAND [OPTION]...", "invalid choice: 'srve'"),
         (["serve", "--poll.intervall_s=3"], "extproc serve [OPTION]...",
