@@ -10,6 +10,7 @@ import yaml
 from extproc import settings
 from extproc.config import Config
 from extproc.ground.address import split_address
+from extproc.proxy.body_memory import BODY_MEMORY_BYTES
 from tests.config import chart
 from tests.config.chart import Manifest, by_title, container, faults, pod, title
 from tests.kubernetes_api import KIND, endpoint_slice, terminating
@@ -185,9 +186,9 @@ def test_envoy_asks_a_service_of_all_routers_while_dns_names_no_living_router() 
 
 
 def test_memory_limit_of_routers_fits_their_streams(config: Config) -> None:
-    """A router has 150 MiB, 24 kB a stream, and up to 512 MiB of bodies (docs/operations)."""
+    """A router has 150 MiB, 24 kB a stream, and up to 256 MiB of bodies (docs/operations)."""
     limit = container(part("router"))["resources"]["limits"]["memory"]
-    needed = 150 * 2**20 + config.serve.max_streams * 24_000 + 512 * 2**20
+    needed = 150 * 2**20 + config.serve.max_streams * 24_000 + BODY_MEMORY_BYTES
     assert needed < int(limit.removesuffix("Mi")) * 2**20
 
 
