@@ -284,6 +284,18 @@ def test_shipped_inference_pool_fits_the_chart() -> None:
     assert "appProtocol" not in ports[picker["port"]["number"]]  # TLS, not plain HTTP/2
 
 
+def test_redis_of_the_chart_asks_for_the_password_that_its_clients_send() -> None:
+    secret = {"name": "redis", "key": "password"}
+    objects = by_title(manifests(redis={"passwordSecret": secret}))
+    redis = container(objects["Deployment-extproc-redis"])
+    assert redis["args"][-2:] == ["--requirepass", "$(REDISCLI_AUTH)"]
+    (own,) = redis["env"]
+    assert (own["name"], own["valueFrom"]) == ("REDISCLI_AUTH", {"secretKeyRef": secret})
+    for part in ("router", "poller", "eds"):
+        env = container(objects[f"Deployment-extproc-{part}"])["env"]
+        assert own["valueFrom"] in [item.get("valueFrom") for item in env]
+
+
 def test_all_parts_speak_tls(tmp_path: Path) -> None:
     objects = by_title(manifests(**SETUPS["tls"]))
     made = config([*objects.values()], tmp_path)
