@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 MODELS_EVERY_S = 10.0  # between two requests for `/v1/models`: LoRA adapters may be loaded
 _LONGEST_CONTEXT = 2**40  # tokens, far above real contexts
-_NUMBER = re.compile(r"(\d{1,9})\.(\d{1,9})")
+_VERSION = re.compile(rb'"version"\s*:\s*"(\d{1,9})\.(\d{1,9})')
 _TAKES_PRIORITY = 0, 11  # first version of vLLM that accepts ``priority``
 
 
@@ -84,10 +84,6 @@ class _ModelList(BaseModel):
     data: tuple[_Model, ...]
 
 
-class _Version(BaseModel):
-    version: str
-
-
 async def read_models(session: aiohttp.ClientSession, replica: str) -> dict[str, Any]:
     """Requests the models of the replica at ``ip:port``; returns fields of its state, none if the
     replica lists no model.
@@ -115,8 +111,7 @@ async def takes_priority(session: aiohttp.ClientSession, replica: str) -> bool:
     """Requests the version of the replica at ``ip:port``; returns True from vLLM 0.11 on. Older
     versions answer 400 to ``priority`` in a body, unless they schedule by priority."""
     try:  # a server other than vLLM, or a proxy in front of vLLM, may have no /version
-        body = await get(session, replica, "/version")
-        number = _NUMBER.match(_Version.model_validate_json(body).version)
-    except (ScrapeError, ValidationError):
+        number = _VERSION.search(await get(session, replica, "/version"))
+    except ScrapeError:
         return False
     return number is not None and (int(number[1]), int(number[2])) >= _TAKES_PRIORITY
