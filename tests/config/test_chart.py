@@ -136,6 +136,8 @@ async def test_host_with_port_leads_to_its_pool(tmp_path: Path) -> None:
         ({"replicas": [{"kubernetes": {"inference_pool": "a", "port": 1}}]}, "kubernetes"),
         ({"replicas": [{"kubernetes": {"inference_pool": "a", "selector": {"b": "c"}}}]},
          "kubernetes"),
+        ({"config": None}, "missing property 'config'"),  # all lines below `config:` are comments
+        ({"pools": None}, "missing property 'pools'"),
         ({"image": "extproc"}, "image"),
         ({"fullnameOverride": "x" * 50}, "maxLength"),
         ({"envoy": {"service": {"type": "Loadbalancer"}}}, "type"),
@@ -147,6 +149,12 @@ async def test_host_with_port_leads_to_its_pool(tmp_path: Path) -> None:
 def test_wrong_or_missing_value_is_refused(wrong: dict[str, Any], reason: str) -> None:
     with pytest.raises(Exception, match=reason):
         manifests(**wrong)
+
+
+@pytest.mark.parametrize("part", ["networkPolicy.gateway", "envoy.requestHeaders"])
+def test_list_whose_items_are_comments_is_empty(part: str) -> None:
+    section, key = part.split(".")
+    assert manifests(**{section: {key: None}}) == manifests()
 
 
 def test_schema_and_copies_are_up_to_date() -> None:
