@@ -97,6 +97,14 @@ async def test_envoy_accepts_the_file_of_setup(setup: str, tmp_path: Path) -> No
     assert "eprecated" not in await validate(tmp_path / "envoy.yaml")
 
 
+def test_name_of_a_pool_may_have_a_dot(tmp_path: Path) -> None:
+    pool = {"hosts": ["llm.example"], "replicas": [{"url": "10.0.0.6:8000"}]}
+    objects = manifests(pools={"llama-3.1": pool})
+    envoy = yaml.load(envoy_files(objects)["envoy.yaml"], yaml.CSafeLoader)
+    findings = check_envoy(envoy, config(objects, tmp_path))
+    assert {finding.level for finding in findings} == {Level.OK}
+
+
 @pytest.mark.process
 async def test_host_with_port_leads_to_its_pool(tmp_path: Path) -> None:
     """Clients name the port in the header ``host`` unless it is 80 or 443."""
