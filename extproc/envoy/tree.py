@@ -10,6 +10,7 @@ file, and ``from_dict`` does not know types of modules that are not imported yet
 import importlib
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from betterproto2 import Message
 from envoy_data_plane.google.protobuf import Any as AnyMessage
 from envoy_data_plane.google.protobuf import Duration
+from envoy_data_plane.message_pool import default_message_pool
 from pydantic import ValidationError
 
 from extproc.envoy.finding import Finding, Level
@@ -157,7 +159,8 @@ class Tree:
             name = _fields(cls).get(str(key))
             if name is None:
                 hint = suggest(str(key), cls._betterproto.meta_by_field_name)
-                self._report(place, f"{cls.__name__} has no field {str(key)!r}{hint}")
+                text = f"{cls.__name__} has no field {str(key)!r}: it is misspelt, or belongs to a "
+                self._report(place, f"{text}newer Envoy; not checked{hint}", Level.WARNING)
             elif (
                 item is not None and (made := self._read_field(cls, name, item, place)) is not None
             ):
@@ -234,12 +237,9 @@ def _written(path: Path) -> str:
 
 def _message_type(name: str) -> Any:
     """Return the class of a type such as ``envoy.config.cluster.v3.Cluster``; None if unknown."""
-    package, _, short = name.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(_PACKAGE + package), short, None)
-    except ImportError:
-        return None
-    return found if isinstance(found, type) and issubclass(found, Message) else None
+    with suppress(ImportError):  # a module registers its classes under the names of their types
+        importlib.import_module(_PACKAGE + name.rpartition(".")[0])
+    return default_message_pool.url_to_type.get(f"type.googleapis.com/{name}")
 
 
 @cache
