@@ -33,16 +33,13 @@ def connection_options(url: str) -> dict[str, Any]:
         ValueError: the URL is no Redis URL, or names TLS files that cannot be used. The message
             quotes no part of the URL that may be secret.
     """
+    if url.startswith(("redis+", "rediss+")):
+        raise ValueError("set redis.sentinels and redis.service, or redis.cluster")
     try:
         parts = urlsplit(url)
-        if "+" in parts.scheme:
-            raise ValueError(
-                "URLs with '+' are not supported: "
-                "set redis.sentinels and redis.service, or redis.cluster"
-            )
         options: dict[str, Any] = dict(parse_url(url))
     except ValueError as error:
-        readable = str(error).startswith(("Invalid value for", "URLs with"))
+        readable = str(error).startswith("Invalid value for")
         raise ValueError(str(error) if readable else _FORMS) from None
     if parts.fragment or (not parts.path if parts.scheme == "unix" else parts.port == 0):
         raise ValueError(_FORMS)
