@@ -114,7 +114,7 @@ async def _get(
             "answer, either, restart the router: it hangs"
         ) from None
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        if "Bad status line" in str(error):  # aiohttp exports no class for this error
+        if isinstance(error, aiohttp.ClientResponseError) and error.status == 400:  # not parsed
             raise _no_router(url, "no HTTP/1.1, like the gRPC of serve.listen") from None
         raise RouterUnavailableError(
             f"no router answers at {url}: {_reason(error)}: check that a router runs and that this "
