@@ -14,17 +14,13 @@ from extproc.replica_state import EngineFigures
 
 _LARGEST = 2.0**53  # up to here, every whole number is an exact float
 _BLOCK_SIZE_ON_GPUS = 16
-_CACHED_EARLY = (  # vLLM up to 0.15: counted at admission
-    "prefix_cache_hits_total",
-    "prefix_cache_hits",
-    "gpu_prefix_cache_hits_total",
-    "gpu_prefix_cache_hits",
-)
+# vLLM up to 0.15: counted at admission.
+_CACHED_EARLY = "prefix_cache_hits_total", "gpu_prefix_cache_hits_total"
 _ADAPTERS = "lora_requests_info"
 _SLEEP = "engine_sleep_state"
 _SET = b"\nvllm:lora_requests_info{"
 
-_READ = (  # parts of a pattern: names that the parser reads; counters may end in ``_total``
+_READ = (  # parts of a pattern: names that the parser reads, without ``_total``
     r"num_requests_(?:running|waiting)|(?:gpu|kv)_cache_usage_perc|gpu_prefix_cache_hits",
     r"prefix_cache_hits|cache_config_info|iteration_tokens_total_count|prompt_tokens(?:_cached)?",
     r"generation_tokens|time_to_first_token_seconds_count|num_preemptions|request_success",
@@ -98,7 +94,7 @@ def read_metrics(page: bytes) -> PageFigures:
         raise ScrapeError("/metrics has no line of vllm:num_requests_running: is this vLLM?")
     usage = _values(series, "kv_cache_usage_perc", "gpu_cache_usage_perc")
     steps = _values(series, "iteration_tokens_total_count")
-    cached = _first(series, "prompt_tokens_cached_total", "prompt_tokens_cached", *_CACHED_EARLY)
+    cached = _first(series, "prompt_tokens_cached_total", *_CACHED_EARLY)
     configs = series.get("cache_config_info", [])
     block_size, kv_tokens = _kv_cache(configs)
     max_loras, adapters = _adapters(series)
@@ -112,14 +108,12 @@ def read_metrics(page: bytes) -> PageFigures:
         block_size=block_size,
         # Average per engine: a sequence advances only with the steps of its own engine.
         steps=sum(steps) / max(len(steps), 1),
-        prompt_tokens=_sum(series, "prompt_tokens_total", "prompt_tokens"),
+        prompt_tokens=_sum(series, "prompt_tokens_total"),
         cached_tokens=_sum(series, cached),
-        generated_tokens=_sum(series, "generation_tokens_total", "generation_tokens"),
+        generated_tokens=_sum(series, "generation_tokens_total"),
         first_tokens=_sum(series, "time_to_first_token_seconds_count"),
-        accepted_tokens=_sum(
-            series, "spec_decode_num_accepted_tokens_total", "spec_decode_num_accepted_tokens"
-        ),
-        preemptions=_sum(series, "num_preemptions_total", "num_preemptions"),
+        accepted_tokens=_sum(series, "spec_decode_num_accepted_tokens_total"),
+        preemptions=_sum(series, "num_preemptions_total"),
         finished=_sum(series, "request_success_total"),
         prefill_s=_sum(series, "request_prefill_time_seconds_sum"),
         decode_s=_sum(series, "request_decode_time_seconds_sum"),
@@ -162,8 +156,8 @@ def _values(series: _Series, *names: str) -> list[float]:
     return [_value(name, line) for line in series.get(name, ())]
 
 
-def _sum(series: _Series, *names: str) -> float:
-    return sum(_values(series, *names))
+def _sum(series: _Series, name: str) -> float:
+    return sum(_values(series, name))
 
 
 def _value(name: str, line: str) -> float:

@@ -104,12 +104,12 @@ def test_series_names_of_older_vllm_versions_are_read() -> None:
         b'vllm:num_requests_waiting{model_name="m"} 2.0\n'
         b'vllm:gpu_cache_usage_perc{model_name="m"} 0.5\n'
         b'vllm:cache_config_info{block_size="16",num_gpu_blocks="1000"} 1.0\n'
-        b'vllm:prompt_tokens{model_name="m"} 10.0\n'
+        b'vllm:prompt_tokens_total{model_name="m"} 10.0\n'
         b'vllm:gpu_prefix_cache_hits_total{model_name="m"} 4.0\n'
-        b'vllm:generation_tokens{model_name="m"} 20.0\n'
+        b'vllm:generation_tokens_total{model_name="m"} 20.0\n'
         b'vllm:time_to_first_token_seconds_count{model_name="m"} 6.0\n'
-        b'vllm:spec_decode_num_accepted_tokens{model_name="m"} 5.0\n'
-        b'vllm:num_preemptions{model_name="m"} 3.0\n'
+        b'vllm:spec_decode_num_accepted_tokens_total{model_name="m"} 5.0\n'
+        b'vllm:num_preemptions_total{model_name="m"} 3.0\n'
     )
     numbers: dict[str, Any] = dict(
         zip(NUMBERS, (1, 2, 0.5, 16_000, 16, 0, 10, 4, 20, 6, 5, 3), strict=False)
