@@ -89,7 +89,7 @@ class KvBlocks:
             saved = msgspec.msgpack.decode(data, type=_Saved)
             parts = (unpack(bytes, part).tolist() for part in (saved.hashes, saved.keys))
             held = dict(zip(*parts, strict=True))
-        except (msgspec.MsgspecError, ValueError):
+        except ValueError:
             return None
         self.reset(complete=True)
         self._keys, self._copies = held, saved.copies

@@ -56,7 +56,7 @@ def read_batch(data: bytes) -> Iterable[Event]:
     """
     try:
         return _USUAL.decode(data)[1]
-    except (msgspec.MsgspecError, RecursionError):
+    except (ValueError, RecursionError):
         return _in_any_form(data)
 
 
@@ -68,5 +68,5 @@ def _in_any_form(data: bytes) -> Iterator[Event]:
                 event = dict(zip(_FIELDS.get(event[0], ()), event, strict=False))
             if event.get("type") in _FIELDS:
                 yield msgspec.convert(event, Event)
-    except (msgspec.MsgspecError, RecursionError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"not a batch of KV events: {error}") from None

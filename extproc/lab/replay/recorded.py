@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from msgspec import MsgspecError
 from msgspec.json import decode
 from msgspec.structs import replace
 
@@ -84,7 +83,7 @@ def _lines_of(file: Path) -> tuple[list[Line], int]:
     for text in filter(None, file.read_bytes().splitlines()):
         try:
             line = decode(text, type=Line)
-        except (MsgspecError, UnicodeDecodeError):
+        except ValueError:
             unreadable += 1
             continue
         if isinstance(line, StartLine) and line.format != FORMAT:
