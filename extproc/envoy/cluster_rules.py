@@ -15,6 +15,7 @@ _LIMITS = {"max_connections": 1024, "max_pending_requests": 1024, "max_requests"
 _RETRY_LIMIT = {"max_retries": 3}
 _NO_TRAFFIC_INTERVAL = timedelta(seconds=60)  # Envoy's default
 _LATE = timedelta(seconds=10)  # longer intervals get a warning
+_DNS = "envoy.extensions.clusters.dns.v3.DnsCluster"  # may stand for STRICT_DNS and LOGICAL_DNS
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _SOCKET = "envoy.config.core.v3.SocketAddress"
 _TLS = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
@@ -49,6 +50,14 @@ def _starts_late(cluster: Node, _: EnvoyFile) -> bool:
         (check["no_traffic_interval"] or _NO_TRAFFIC_INTERVAL) > _LATE
         for check in cluster["health_checks"]
     )
+
+
+def _merges_addresses(cluster: Node, file: EnvoyFile) -> str:
+    """Return what keeps a cluster from having a member for each address; empty: it has them."""
+    if any(dns["all_addresses_in_single_endpoint"] for dns in file.all(_DNS, cluster)):
+        return "a DnsCluster with all_addresses_in_single_endpoint"
+    kind = str(cluster["type"])
+    return kind if kind in ("LOGICAL_DNS", "ORIGINAL_DST") and not destination(cluster) else ""
 
 
 def _members(file: EnvoyFile, cluster: Node) -> list[tuple[str, int]]:
@@ -170,10 +179,8 @@ CLUSTER_RULES = (
         "Write fallback_policy with envoy.load_balancing_policies.least_request"),
     Rule("members_are_addresses", Level.ERROR, lambda file: file.replica_clusters,
         "Every member of the replicas' cluster has its own ip:port.",
-        lambda cluster, _: (
-            cluster["type"] in ("LOGICAL_DNS", "ORIGINAL_DST") and not destination(cluster)
-        ),
-        "cluster {node[name]!r} is {node[type]}: the ip:port that the router names is not a member "
+        _merges_addresses,
+        "cluster {node[name]!r} is {}: the ip:port that the router names is not a member "
         "of it, and Envoy ignores the choice. Write type: STRICT_DNS, STATIC or EDS"),
     Rule("placeholder_is_replaced", Level.ERROR,
         lambda file: _candidates(file)

@@ -102,6 +102,13 @@ class EditableBootstrap:
         endpoints[-1]["endpoint"]["address"]["socket_address"]["port_value"] = port
         return self
 
+    def resolve(self, as_one: bool) -> None:
+        """Let an extension resolve the replicas' name, in place of the cluster's type."""
+        del self.replicas["type"], self.replicas["dns_lookup_family"]
+        kind = "type.googleapis.com/envoy.extensions.clusters.dns.v3.DnsCluster"
+        fields = {"@type": kind, "all_addresses_in_single_endpoint": as_one}
+        self.replicas["cluster_type"] = {"name": "envoy.clusters.dns", "typed_config": fields}
+
     def add_cluster(self, name: str) -> Self:
         """Add a cluster that does not obey the router."""
         self.clusters.append({"name": name})
@@ -425,6 +432,7 @@ BREAKAGES = [
      lambda b: b.ext_proc["metadata_options"].pop("forwarding_namespaces")),
     error("has_fallback", "least_request", lambda b: b.override.pop("fallback_policy")),
     error("members_are_addresses", "LOGICAL_DNS", lambda b: b.replicas.update(type="LOGICAL_DNS")),
+    error("members_are_addresses", "in_single_endpoint", lambda b: b.resolve(as_one=True)),
     error("router_speaks_http2", "HTTP/2",
      lambda b: b.router.pop("typed_extension_protocol_options")),
     warning("limits_are_raised", "'router'", lambda b: b.router.pop("circuit_breakers")),
@@ -613,6 +621,7 @@ ALLOWED: list[Breakage] = [
     lambda b: b.route.update(timeout="3600s"),
     lambda b: (b.manager.pop("stream_idle_timeout"), b.route.update(idle_timeout="0s")),
     lambda b: b.replicas.update(type="EDS", eds_cluster_config={"eds_config": {"ads": {}}}),
+    lambda b: b.resolve(as_one=False),
     lambda b: b.add_router(50052),
     lambda b: b.address_router("127.0.0.1").add_router(50052),
     lambda b: b.add_cluster("elsewhere"),
