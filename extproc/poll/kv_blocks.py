@@ -70,10 +70,16 @@ class KvBlocks:
         self._changes: dict[int, bool] = {}  # by key, since the last update; True: held now
         self._block_size = 0
         self._group: int | None = None
+        self._stored = False  # the engine stored blocks of any kind
         self.complete = complete  # True: the events have named every block that the replica holds
         self.number += 1  # invalidates earlier updates
         self._whole_at = -math.inf
         self.resend_all()
+
+    @property
+    def lacks_full_attention(self) -> bool:
+        """True if the engine stored blocks, but none of full attention."""
+        return self._stored and not self._block_size
 
     def dump(self, mark: Mark) -> bytes:
         """Encodes the blocks as they were after the batch ``mark``, in 16 bytes a block."""
@@ -114,13 +120,14 @@ class KvBlocks:
         match event:
             case AllBlocksCleared():
                 self.reset(complete=True)
-            case _ if not self.complete:
-                pass  # earlier blocks are unknown
+            case _ if not self.complete or event.medium not in _GPU:
+                pass  # earlier blocks are unknown, or this block is not on the GPU
             case BlockStored():
-                if event.medium in _GPU and event.kv_cache_spec_kind in _FULL:
+                if event.kv_cache_spec_kind in _FULL:
                     self._store(event)
+                self._stored = True
             case BlockRemoved():
-                if event.medium in _GPU and event.group_idx == self._group:
+                if event.group_idx == self._group:
                     for hash_ in map(_number_of, event.block_hashes):
                         self._remove(hash_)
 

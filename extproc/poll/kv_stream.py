@@ -33,6 +33,7 @@ _SAVE_AGAIN_S = 900.0  # seconds between two saves without a change: Redis drops
 _LARGEST_MESSAGE = 64 * 2**20  # bytes; the batch of a large step has a megabyte
 _MOST_PENDING = 1_000  # batches in the receive queue; a replay repeats batches that ZeroMQ drops
 _LONGEST_REASON = 200
+_NONE_FULL = "no event names blocks of full attention"
 _UNBOUNDED = 0
 _NUMBER_BYTES = 8
 
@@ -117,7 +118,8 @@ class KvStream:
     async def _check(self) -> None:
         while not await self._catch_up():
             pass
-        self._note("" if self._blocks.complete else self._loss)
+        problem = _NONE_FULL if self._blocks.lacks_full_attention else ""
+        self._note(problem if self._blocks.complete else self._loss)
         await self._into.blocks_changed(self._replica, self._blocks)
 
     async def _save(self) -> None:

@@ -333,6 +333,17 @@ async def test_lost_or_malformed_batch_is_logged_once_until_the_cache_is_cleared
 
 
 @pytest.mark.usefixtures("impatient")
+async def test_blocks_are_unknown_until_one_of_full_attention_is_stored(
+    followed: Followed, engine: EventPublisher, logged: Logged
+) -> None:
+    await engine.publish(stored(0, [11], kv_cache_spec_kind="sliding_window", group_idx=0))
+    line = await logged.line(UNKNOWN)
+    assert line["error"] == "no event names blocks of full attention"
+    assert followed.stream.number is None
+    await engine.publish(stored(0, [11], kv_cache_spec_kind="full_attention", group_idx=1))
+    await followed.holds(KEYS[0])
+
+
 async def test_blocks_are_unknown_while_no_replay_is_answered(
     followed: Followed, engine: EventPublisher, logged: Logged
 ) -> None:
