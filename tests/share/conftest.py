@@ -27,7 +27,8 @@ from tests.share.servers import command
 from tests.waiting import PATIENCE_S
 
 ACL = (
-    "~{test}:* &{test}:* +@read +@write +@pubsub +@connection +@scripting +@transaction -@dangerous"
+    "~{test}:* resetchannels &{test}:* +@read +@write +@pubsub +@connection +@scripting "
+    "+@transaction -@dangerous"
 )
 """The rule in docs/operations/secure.md, for the pool ``test``."""
 
@@ -96,7 +97,13 @@ async def limited_url(redis_server: RedisServer, redis_client: Redis) -> AsyncIt
     """URL of a user with the rights of ``ACL``; fails if Redis refuses the user anything."""
     await command(redis_client, "ACL", "SETUSER", "router", "on", ">secret", *ACL.split())
     yield f"redis://router:secret@127.0.0.1:{redis_server.port}"
-    assert await command(redis_client, "ACL", "LOG") == []
+    assert await refused_commands(redis_client) == []
+
+
+async def refused_commands(redis: Redis) -> list[bytes]:
+    """Return the commands that Redis refused some user."""
+    found = [entry[b"object"] for entry in await command(redis, "ACL", "LOG")]
+    return [name for name in found if name != b"client"]  # of redis-py, which goes on; only in 6.2
 
 
 @asynccontextmanager

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from extproc.config import Config, RedisSettings
 from extproc.lab.harness.processes import Process, flags, free_port, listening, redis_binary
@@ -52,17 +53,17 @@ class SentinelPair:
         self.servers: list[Process] = []
 
     async def start(self, stack: AsyncExitStack) -> None:
-        first = self.ports[0]
-        following = {"replicaof": f"{HOST} {first}"}
-        for port, options in zip(self.ports, ({}, following), strict=True):
-            server = await start(self._directory, port, options)
+        for port in self.ports:
+            server = await start(self._directory, port, {})
             self.servers.append(await stack.enter_async_context(server))
-        await stack.enter_async_context(await self._start_sentinel())
         async with Redis(port=self.ports[1]) as replica:
+            await command(replica, "REPLICAOF", HOST, self.ports[0])
+            await stack.enter_async_context(await self._start_sentinel())
             await until(partial(replication_is, replica, "master_link_status", "up"))
         async with Redis(port=self.sentinel_port, password=self.PASSWORD) as sentinel:
             # A Sentinel that was stopped for 2 s, on a busy machine, pauses for half a minute.
-            await command(sentinel, "SENTINEL", "DEBUG", "TILT-TRIGGER", 600_000)
+            with suppress(ResponseError):  # Redis 6.2 has no such setting
+                await command(sentinel, "SENTINEL", "DEBUG", "TILT-TRIGGER", 600_000)
             await until(partial(self._could_take_over, sentinel))
 
     async def _could_take_over(self, sentinel: Redis) -> bool:
@@ -109,8 +110,8 @@ class RedisCluster:
             node = await start(self._directory, port, options)
             self.nodes.append(await stack.enter_async_context(node))
         clients = [await stack.enter_async_context(Redis(port=port)) for port in self.ports]
-        for client, slots in zip(clients, ("0 16381", "16382 16382", "16383 16383"), strict=False):
-            await command(client, "CLUSTER", "ADDSLOTSRANGE", *slots.split())
+        for client, slots in zip(clients, (range(16382), [16382], [16383]), strict=False):
+            await command(client, "CLUSTER", "ADDSLOTS", *slots)
         for epoch, client in enumerate(clients, start=1):
             await command(client, "CLUSTER", "SET-CONFIG-EPOCH", epoch)
         for client in clients[1:]:

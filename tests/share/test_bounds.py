@@ -9,7 +9,7 @@ from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
 from extproc.share.replicas import Put, Removed, Snapshot, StateWriter
 from tests.conftest import Logged, RedisServer
-from tests.share.conftest import ACL, BACK, LOST, A, B, Next, reading, until
+from tests.share.conftest import ACL, BACK, LOST, A, B, Next, reading, refused_commands, until
 from tests.share.servers import command, fill, publishing, stop_saving
 from tests.share.test_forms import share_through
 
@@ -20,7 +20,7 @@ async def test_documented_acl_suffices(redis_server: RedisServer, redis_client: 
     await command(redis_client, "ACL", "SETUSER", "router", "on", ">pa:ss/word", *ACL.split())
     url = f"redis://router:pa%3Ass%2Fword@127.0.0.1:{redis_server.port}"
     await share_through(url)
-    assert await command(redis_client, "ACL", "LOG") == []
+    assert await refused_commands(redis_client) == []
     async with connect(url, "test") as redis:
         for words in (("SET", "{other}:key", 1), ("FLUSHALL",), ("PUBLISH", "{other}:changes", 1)):
             with pytest.raises(NoPermissionError):
