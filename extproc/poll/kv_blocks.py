@@ -126,10 +126,9 @@ class KvBlocks:
                 if event.kv_cache_spec_kind in _FULL:
                     self._store(event)
                 self._stored = True
-            case BlockRemoved():
-                if event.group_idx == self._group:
-                    for hash_ in map(_number_of, event.block_hashes):
-                        self._remove(hash_)
+            case BlockRemoved() if event.group_idx == self._group:
+                for hash_ in map(_number_of, event.block_hashes):
+                    self._remove(hash_)
 
     def next_update(self) -> tuple[BlockUpdate, BlockUpdate | None] | None:
         """Returns the next update for routers and, if due, all blocks for Redis.

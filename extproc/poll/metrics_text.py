@@ -92,7 +92,7 @@ def read_metrics(page: bytes) -> PageFigures:
     running = series.get("num_requests_running", [])
     if not running:
         raise ScrapeError("/metrics has no line of vllm:num_requests_running: is this vLLM?")
-    usage = _values(series, "kv_cache_usage_perc", "gpu_cache_usage_perc")
+    usage = _values(series, _first(series, "kv_cache_usage_perc", "gpu_cache_usage_perc"))
     steps = _values(series, "iteration_tokens_total_count")
     cached = _first(series, "prompt_tokens_cached_total", *_CACHED_EARLY)
     configs = series.get("cache_config_info", [])
@@ -150,9 +150,7 @@ def _first(series: _Series, *names: str) -> str:
     return next((name for name in names if name in series), "")
 
 
-def _values(series: _Series, *names: str) -> list[float]:
-    """Returns the values in the lines of the first of ``names`` that the page has."""
-    name = _first(series, *names)
+def _values(series: _Series, name: str) -> list[float]:
     return [_value(name, line) for line in series.get(name, ())]
 
 
