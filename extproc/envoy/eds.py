@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Collection, Mapping
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from functools import lru_cache, partial
 
 from betterproto2 import encode_varint
@@ -14,6 +14,8 @@ from envoy_data_plane.envoy.config.endpoint.v3 import (
     LbEndpoint,
     LocalityLbEndpoints,
 )
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from extproc.config import Config
 from extproc.envoy.eds_server import EdsServer
@@ -23,7 +25,9 @@ from extproc.ground.clock import Clock, monotonic
 from extproc.ground.runtime import until_signalled
 from extproc.proxy.transport import require_address
 from extproc.replica_state import TTL_S, ReplicaState
+from extproc.share.assignment import known_pollers
 from extproc.share.connection import connect
+from extproc.share.envelope import Skips
 from extproc.share.replicas import Change, Put, Removed, Snapshot, StateReader
 
 logger = logging.getLogger(__name__)
@@ -50,18 +54,21 @@ async def run_eds(config: Config) -> None:
     server = EdsServer(dict.fromkeys(pools), config.eds)
     require_address(config.eds.listen, "eds")
     async with AsyncExitStack() as stack:
-        readers = [
-            StateReader(await stack.enter_async_context(connect(pool.redis, pool.pool)), pool.pool)
+        stores = {
+            pool.pool: await stack.enter_async_context(connect(pool.redis, pool.pool))
             for pool in config.each_pool
-        ]
+        }
+        readers = [StateReader(redis, pool) for pool, redis in stores.items()]
         logger.info(
-            "eds started: its port opens once it knows a replica", extra={"pool": ", ".join(pools)}
+            "eds started: its port opens once it knows the replicas",
+            extra={"pool": ", ".join(pools)},
         )
         await until_signalled(
             *(
                 _follow(reader, pool, members, server)
                 for reader, (pool, members) in zip(readers, pools.items(), strict=True)
             ),
+            *(_notice_empty(redis, pool, server.known) for pool, redis in stores.items()),
             _drop_stale(pools, server),
             _serve(readers, server, config.eds.listen),
         )
@@ -76,16 +83,27 @@ async def _follow(
                 server.put(pool, partial(load_assignment, pool, members.current))
 
 
+async def _notice_empty(redis: Redis, pool: str, known: asyncio.Event) -> None:
+    """Set ``known`` if living pollers read every source of the pool and found no replica."""
+    skips = Skips()
+    while not known.is_set():
+        with suppress(RedisError, OSError):
+            pollers, _ = await known_pollers(redis, pool, skips)
+            if pollers and not any(each.replicas or each.problems for each in pollers.values()):
+                known.set()
+        await asyncio.sleep(_CHECK_EVERY_S)
+
+
 async def _serve(readers: Collection[StateReader], server: EdsServer, address: str) -> None:
-    """Listen once a replica of any pool is known; then report health.
+    """Listen once the replicas of any pool are known; then report health.
 
     Until then Envoy asks other instances, and the closed port fails Kubernetes's readiness probe:
     after an upgrade to a wrong ``redis.url`` the old instances stay.
     """
-    await server.knows_replicas.wait()
+    await server.known.wait()
     port = await server.start(address)
     try:
-        logger.info("eds ready: it knows a replica", extra={"port": port})
+        logger.info("eds ready: it knows the replicas", extra={"port": port})
         await _report_health(readers, server)
     finally:
         await server.stop()

@@ -90,7 +90,7 @@ class EdsServer:
     def __init__(self, pools: Assignments, files: MutualTlsSettings) -> None:
         """Raises ValueError if a TLS file cannot be used."""
         self._pools = dict(pools)
-        self.knows_replicas = asyncio.Event()  # of any pool
+        self.known = asyncio.Event()  # the replicas of any pool are known
         self._credentials = credentials_of(files, "eds")
         self.streams: dict[asyncio.Task[None], asyncio.Event] = {}
         """Reading task of each open stream → event, set when a response may be due there."""
@@ -115,7 +115,7 @@ class EdsServer:
         All streams share one call of ``encode``, which the first response calls.
         """
         self._pools[pool] = cache(encode)
-        self.knows_replicas.set()
+        self.known.set()
         for woken in self.streams.values():
             woken.set()
 

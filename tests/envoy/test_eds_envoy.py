@@ -19,10 +19,12 @@ from redis.asyncio import Redis
 from extproc.config import MutualTlsSettings
 from extproc.envoy.eds import load_assignment
 from extproc.envoy.eds_server import METHOD, SERVICE, EdsServer
+from extproc.ground.clock import monotonic
 from extproc.lab.harness.envoy_config import endpoints, socket_address
 from extproc.lab.harness.processes import Process, flags, free_port, listening
 from extproc.replica_state import ReplicaState
-from extproc.share.connection import connect
+from extproc.share.assignment import Assigner
+from extproc.share.connection import connect, outage
 from extproc.share.replicas import StateWriter
 from tests.certificates import Authority
 from tests.conftest import Logged, RedisServer
@@ -200,6 +202,20 @@ async def test_port_opens_once_a_replica_of_any_pool_is_known(
         await stopped_redis.kill()
         await reports(port, NOT_SERVING)
         assert await is_open()
+
+
+async def test_port_opens_if_pollers_find_no_replica(
+    tmp_path: Path, redis_server: RedisServer, redis_client: Redis
+) -> None:
+    """A pool is scaled to zero while an instance restarts."""
+    poller = Assigner(redis_client, POOL, "host:1:0a", outage(redis_client), monotonic)
+    async with started(tmp_path, {"redis.url": redis_server.url}) as port:
+
+        async def opens() -> bool:
+            await poller.beat([])
+            return await listening(port)()
+
+        await until(opens)
 
 
 async def test_each_pool_is_a_resource_of_eds(
