@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from pydantic_core import to_json
 
 from extproc.request.endpoint import Endpoint
 from extproc.request.fields import flag
@@ -24,7 +23,7 @@ _UNUSUAL = (
     "documents",
     "reasoning_effort",
 )  # fields that make vLLM render a chat in ways that this module does not imitate
-_MOST_SCHEMAS = 1_024  # objects in tools' schemas: templates that print them one by one take long
+_MOST_VALUES = 4_096  # messages, tools and their fields: templates may print them one by one
 _TEXTS = frozenset({"text", "input_text", "output_text"})
 
 T = TypeVar("T")
@@ -69,6 +68,8 @@ class ExactPrompts:
         messages = [_message(message, self._template.takes_parts) for message in sent]
         generate = flag(fields.get("add_generation_prompt", True))
         given = options | {"messages": messages, "add_generation_prompt": generate}
+        if _has_many_values(given):
+            raise _UnknownRenderingError
         return self._tokenize(_known(self._template.render(given) or None, str))
 
     def _tokenize(self, text: str) -> TokenizedPrompt:
@@ -135,8 +136,6 @@ def _tools(given: object) -> list[dict[str, Any]] | None:
     order."""
     if not given:
         return None
-    if to_json(given).count(b"{") > _MOST_SCHEMAS:
-        raise _UnknownRenderingError
     return [_tool(_known(tool, dict)) for tool in _known(given, list)]
 
 
@@ -145,3 +144,15 @@ def _tool(given: dict[str, Any]) -> dict[str, Any]:
     names = ("name", "description", "parameters")
     optional = {"strict": strict} if (strict := function.get("strict")) is not None else {}
     return {"type": "function", "function": {n: function.get(n) for n in names} | optional}
+
+
+def _has_many_values(value: object) -> bool:
+    pending = [value]
+    for item in pending:
+        if isinstance(item, dict):
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item
+        if len(pending) > _MOST_VALUES:
+            return True
+    return False

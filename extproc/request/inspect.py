@@ -68,7 +68,7 @@ def inspect(
         return replace(NO_WORK, endpoint=endpoint, model=model, requested_model=requested)
     reading = read(endpoint, fields)
     limit = positive_int(fields.get("truncate_prompt_tokens"))
-    exact = None if cut or limit else tokens.exact(endpoint, fields, model, reading.size)
+    exact = None if cut or limit else tokens.exact(endpoint, fields, model)
     sampling = sampling_of(endpoint, fields)
     bound = output_bound(endpoint, sampling)
     stream, responses = flag(fields.get("stream")), endpoint is Endpoint.RESPONSES

@@ -22,7 +22,6 @@ _MEMORY_IMAGES = 200.0  # images after which older reports weigh 1/e as much
 _MOST_IMAGE_TOKENS = 16_384  # of an image, as in Qwen2-VL; larger reports are ignored
 
 _MAX_MODELS = 1_000  # whose ratios are remembered: those with the latest reports
-_MAX_TEXTS = 1_024  # messages, texts and media in a prompt; with more, its tokens are estimated
 
 
 class _Ratio:
@@ -70,14 +69,11 @@ class TokenCounter:
         return round(bytes_of(texts) / self.bytes_per_token(model))
 
     def exact(
-        self, endpoint: Endpoint, fields: Mapping[str, object], model: str, size: int
+        self, endpoint: Endpoint, fields: Mapping[str, object], model: str
     ) -> TokenizedPrompt | None:
-        """Return the token ids of a request's prompt, or None if they cannot be known.
-
-        ``size``: number of messages, texts and media; above ``_MAX_TEXTS``, returns None.
-        """
+        """Return the token ids of a request's prompt, or None if they cannot be known."""
         prompts = self._exact.get(model)
-        return prompts.read(endpoint, fields) if prompts and size <= _MAX_TEXTS else None
+        return prompts.read(endpoint, fields) if prompts else None
 
     def bytes_per_token(self, model: str) -> float:
         """Return a model's ratio: learned, or configured until a replica reports token usage."""
