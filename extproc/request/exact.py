@@ -1,10 +1,10 @@
 """Token ids of prompts, exactly as vLLM computes them, for models with a known chat template."""
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from pydantic_core import from_json
 
 from extproc.request.endpoint import Endpoint
 from extproc.request.fields import flag
@@ -124,8 +124,8 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
+            arguments = from_json(arguments or "{}")  # refuses half a surrogate pair
+        except ValueError:
             arguments = None
     arguments = arguments if isinstance(arguments, dict) else {}
     return call | {"function": function | {"arguments": arguments}}

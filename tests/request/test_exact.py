@@ -176,6 +176,15 @@ def test_chat_has_the_token_ids_of_its_rendered_template(
     assert got.prompt_bytes == 0
 
 
+def test_half_a_surrogate_pair_in_a_tool_call_counts_as_no_arguments(
+    counter: Folder, tokenizer: Tokenizer
+) -> None:
+    call = {"function": {"name": "get", "arguments": r'{"a": "\ud83d"}'}}
+    got = profiled(counter(), Endpoint.CHAT, messages=[{**assistant(""), "tool_calls": [call]}])
+    text = "<|im_start|>assistant\nget()<|im_end|>\n<|im_start|>assistant\n"
+    assert read(got) == printed(text, tokenizer)
+
+
 def test_template_may_take_content_in_parts(counter: Folder, tokenizer: Tokenizer) -> None:
     tokens = counter(IN_PARTS, bos_token={"content": "<s>"})
     got = known(tokens, messages=[user(["a" * 99, {"type": "text", "text": "b"}]), user("c")])
