@@ -12,9 +12,10 @@ from extproc.request.prefix import Ids, Prefix, prefix_of
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_MOST_CHARACTERS = 16_384  # tokenized in one call, in some 10 ms
+_MOST_BYTES = 16_384  # of a text, tokenized in one call, in some 10 ms
 _UNIT = 256  # characters whose tokens are remembered together
 _MOST_UNITS = 65_536  # remembered, of all texts together: 16 million characters in some 50 MB
+_MOST_TOKENS = 512  # in a remembered unit: a rare character may have a dozen
 _OVERLAP = 8  # last remembered tokens, compared with new ones; if they differ, nothing is reused
 
 
@@ -79,7 +80,8 @@ class CachingTokenizer:
     def _encode(self, text: str, start: int) -> tuple[Ids, NDArray[np.intp], int]:
         """Tokenize the text from ``start`` on. Return the token ids that later text cannot change,
         the position in the text where each begins, and the position up to which they are known."""
-        part = text[start : start + _MOST_CHARACTERS]
+        beginning = text[start : start + _MOST_BYTES].encode()[:_MOST_BYTES]
+        part = beginning.decode(errors="ignore")
         encoding = self._tokenizer.encode(part, add_special_tokens=False)
         ids = np.array(encoding.ids, np.uint32)
         starts = np.array([begin for begin, _ in encoding.offsets], np.intp) + start
@@ -96,7 +98,7 @@ class CachingTokenizer:
         last = min(len(keys) - 1, end // _UNIT)
         borders = np.searchsorted(starts, np.arange(first, last + 1) * _UNIT).tolist()
         for unit, begin, stop in zip(range(first, last), borders, borders[1:], strict=False):
-            if begin == stop:  # a token is longer than the unit
+            if not 0 < stop - begin <= _MOST_TOKENS:  # 0: a token is longer than the unit
                 return
             key = keys[unit + 1]
             self._units[key] = _Unit(int(starts[begin]), ids[begin:stop].tobytes())

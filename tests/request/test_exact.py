@@ -324,6 +324,16 @@ def test_remembered_tokens_are_bounded(
         assert read(known(tokens, messages=[user(text)])) == printed(text, tokenizer)
 
 
+def test_text_of_rare_characters_takes_neither_long_nor_much_memory(
+    counter: Folder, encoded: list[str]
+) -> None:
+    tokens = counter("{{ messages[0].content }}")
+    for _ in range(2):
+        encoded.clear()
+        profiled(tokens, Endpoint.CHAT, messages=[user("🐌" * 10_000)])
+        assert "".join(encoded) == "🐌" * 4_096  # nothing was remembered
+
+
 def test_completion_has_the_special_tokens_of_the_tokenizer(
     counter: Folder, tokenizer: Tokenizer
 ) -> None:
