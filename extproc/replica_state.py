@@ -1,6 +1,5 @@
 """State of one replica at a scrape: pollers write it, and routers read it."""
 
-import sys
 from typing import Annotated, final
 
 from msgspec import Meta, Struct, msgpack
@@ -12,7 +11,8 @@ TTL_S = 10.0
 """Seconds that a state lives in Redis: longer than the longest wait between two scrapes (2 s) plus
 the longest unanswered scrape (``STALE_AFTER_S``)."""
 
-Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+_LARGEST = 1e18  # products of a few figures must not overflow
+Finite = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
 _Count = Annotated[int, Meta(ge=0)]
 
 
@@ -30,7 +30,7 @@ class EngineFigures(Struct, frozen=True, kw_only=True, omit_defaults=True):
     waiting: _Count = 0
     kv_usage: Finite = 0.0  # fraction of KV blocks in use, 0…1; cached free blocks count as free
     kv_tokens: _Count = 0  # size of the KV cache in tokens; 0: not known
-    block_size: _Count = 16  # tokens in a KV block
+    block_size: Annotated[int, Meta(ge=1)] = 16  # tokens in a KV block
     prefix_caching: bool = True  # True if not known
     asleep: bool = False  # vLLM's sleep mode: no inference until the engine is woken up
     started_at: Finite = 0.0  # start of the process, in epoch seconds on its machine; 0: not known
@@ -80,9 +80,7 @@ class ReplicaState(EngineFigures, frozen=True, kw_only=True, omit_defaults=True)
     refuses: bool = False  # connections are refused: no process listens
     most_running: _Count = 0  # most sequences that ran at once since the process started
     max_num_seqs: _Count = 0  # vLLM's setting, as learned; 0: the profile's
-    tokens_per_step: Annotated[float, Meta(ge=1.0, le=sys.float_info.max)] = (
-        1.0  # for each sequence
-    )
+    tokens_per_step: Annotated[float, Meta(ge=1.0, le=_LARGEST)] = 1.0  # for each sequence
 
     @property
     def serves(self) -> bool:

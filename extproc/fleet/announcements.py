@@ -1,7 +1,6 @@
 """Announcements to other routers: sent prompts, and owners of responses and sessions."""
 
 import asyncio
-import sys
 from collections import deque
 from typing import Annotated
 
@@ -24,8 +23,8 @@ class SentPrompt(Struct, array_like=True, eq=False):
 
     replica: str  # ``ip:port``
     keys: Keys  # this field and those below: as in :class:`~extproc.request.prefix.Prefix`
-    unit: Annotated[float, Meta(gt=0.0, le=sys.float_info.max)]
-    tokens: Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
+    unit: Annotated[float, Meta(ge=1e-6, le=1e9)]
+    tokens: Annotated[float, Meta(ge=0.0, le=1e9)]
     whole: int
 
 

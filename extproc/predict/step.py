@@ -2,11 +2,16 @@
 
 from dataclasses import dataclass
 from math import sqrt
+from typing import Annotated
+
+from msgspec import Meta
 
 from extproc.ground.text import suggest
 
 USUAL_BATCH = 8.0, 8 * 1000.0  # sequences and KV tokens
 _MOST_SLOWER = 5.0  # bound of the slowness that the size of a KV cache implies, and of its inverse
+
+_Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]  # checked when a state is decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +24,14 @@ class StepModel:
     of 6%; the attention term reduces the bias on long prefills from −8% to ±3%.
     """
 
-    c0: float  # seconds per step
-    c_prefill: float  # seconds per prompt token prefilled
-    c_batch: float  # seconds per sequence in the step
-    c_kv: float  # seconds per KV token held by the sequences in the step
-    c_att: float = 0.0
+    c0: _Seconds  # seconds per step
+    c_prefill: _Seconds  # seconds per prompt token prefilled
+    c_batch: _Seconds  # seconds per sequence in the step
+    c_kv: _Seconds  # seconds per KV token held by the sequences in the step
+    c_att: _Seconds = 0.0
     """Seconds per (prefill token × token of its context). Only simulated engines use this term: the
     counters that step times are learned from do not contain A."""
-    frontend: float = 0.0  # seconds of a request outside steps: HTTP, tokenizer, transport
+    frontend: _Seconds = 0.0  # seconds of a request outside steps: HTTP, tokenizer, transport
 
     def step_time(self, prefill: float, batch: float, kv: float, attention: float = 0.0) -> float:
         """Seconds of a step with P ``prefill``, B ``batch``, K ``kv`` and A ``attention``."""

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from math import nan
 
 import pytest
 from msgspec import structs
@@ -10,6 +11,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from extproc.ground.clock import monotonic
+from extproc.predict.step import StepModel
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import Keys
 from extproc.share.envelope import sealed_list
@@ -144,8 +146,11 @@ async def test_refused_login_is_logged_with_the_setting_and_without_password(
         PUT.seal(Put(A))[:-1],
         sealed_list(b"\xc0"),
         PUT.seal(Put(structs.replace(A, running=-1))),
+        PUT.seal(Put(structs.replace(A, block_size=0))),
+        PUT.seal(Put(structs.replace(A, kv_usage=1e308))),
+        PUT.seal(Put(structs.replace(A, learned=StepModel(nan, 0.0, 0.0, 0.0)))),
     ],
-    ids=["empty", "cut", "list", "negative"],
+    ids=["empty", "cut", "list", "negative", "zero", "huge", "nan"],
 )
 async def test_garbage_state_is_skipped_with_one_line(
     redis_server: RedisServer,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
+from extproc.fleet.announcements import SentPrompt
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import wall
 from extproc.proxy import sharing as shared
@@ -18,7 +19,7 @@ from extproc.share import assignment
 from extproc.share.assignment import Assigner
 from extproc.share.connection import Keys, connect, outage
 from extproc.share.replicas import StateWriter
-from extproc.share.streams import OWNER, Owner, StreamReader, append
+from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts, StreamReader, append
 from tests.conftest import RedisServer
 from tests.fakes import MODEL, ManualClock, replica, state
 from tests.share.conftest import Pair, hearing, router
@@ -186,3 +187,16 @@ async def test_garbage_owners_are_skipped(redis_server: RedisServer, redis_clien
         first.responses.record("resp_2", replica(2))
         await knows(second, "resp_1", "resp_2")
         assert second.response_owner("resp_x") is None
+
+
+@pytest.mark.parametrize("unit", [5e-324, 1e308])
+async def test_prompt_in_impossible_units_is_skipped(
+    redis_server: RedisServer, redis_client: Redis, unit: float
+) -> None:
+    """Each router reads the stream when it starts, so a failure would end all of them again."""
+    bad = SentPrompt(replica(1), prompt("a", 3).keys, unit, 1.0, 0)
+    bodies = [Prompts("host:1:0a", (bad, bad))]
+    await append(redis_client, Keys("test").prompts, PROMPTS, 100, bodies)
+    async with router(redis_server.url) as first, router(redis_server.url) as second:
+        send(first, 1, prompt("b", 3))
+        await holds(second, 1, prompt("b", 3))
