@@ -6,6 +6,7 @@ import sys
 from datetime import UTC, datetime
 
 from extproc.config import LogSettings
+from extproc.ground.text import printable
 
 _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
@@ -40,7 +41,7 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = "".join(f" {name}={_word(value)}" for name, value in _fields(record).items())
-        line = f"{_time(record)} {record.levelname} {record.getMessage()}{fields}"
+        line = printable(f"{_time(record)} {record.levelname} {record.getMessage()}{fields}")
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

@@ -43,6 +43,14 @@ def test_text_line_quotes_values_of_several_words(capsys: pytest.CaptureFixture[
     assert rest == (r'WARNING router ready port=50051 reason="it said \"no\"" empty="" two="a\nb"')
 
 
+def test_names_cannot_forge_a_text_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names and problems in messages come from Redis, and so do names of fields."""
+    logs.setup(LogSettings(format="text"))
+    forged = "r1\n2026-01-31T12:00:00.000Z INFO\x1b[2J"
+    logging.getLogger("extproc").warning("replica %s", forged, extra={forged: 1})
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
 def test_log_level_does_not_apply_to_libraries(capsys: pytest.CaptureFixture[str]) -> None:
     logs.setup(LogSettings(level="debug"))
     logging.getLogger("extproc.proxy").debug("own line")
