@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from redis.utils import str_if_bytes
 
 from extproc.fleet.announcements import SentPrompt
@@ -85,6 +85,10 @@ class StreamReader(Reader[B]):
                 if body := self._skips.open(self.key, fields.get(_FIELD.encode()), self._kind):
                     yield body
             await asyncio.sleep(0)  # lets requests run between pages
+
+    def _failed(self, error: Exception) -> None:
+        if isinstance(error, ResponseError):  # the key holds no stream
+            self._skips.garbage(self.key, error)
 
     async def _last(self) -> str:
         found: Any = await in_time(self._redis.xrevrange(self.key, count=1))

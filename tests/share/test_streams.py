@@ -20,7 +20,7 @@ from extproc.share.assignment import Assigner
 from extproc.share.connection import Keys, connect, outage
 from extproc.share.replicas import StateWriter
 from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts, StreamReader, append
-from tests.conftest import RedisServer
+from tests.conftest import Logged, RedisServer
 from tests.fakes import MODEL, ManualClock, replica, state
 from tests.share.conftest import Pair, hearing, router
 from tests.waiting import PATIENCE_S, until
@@ -175,11 +175,14 @@ async def test_reader_tolerates_earlier_redis_clock(redis_server: RedisServer) -
             assert await second == SECOND
 
 
-async def test_garbage_owners_are_skipped(redis_server: RedisServer, redis_client: Redis) -> None:
+async def test_garbage_owners_are_skipped(
+    redis_server: RedisServer, redis_client: Redis, logged: Logged
+) -> None:
     key = Keys("test").responses
     await redis_client.set(key, "no stream")
     async with router(redis_server.url) as first, router(redis_server.url) as second:
         first.responses.record("resp_1", replica(2))
+        assert (await logged.line("skipped garbage in redis"))["source"] == key
         await redis_client.delete(key)
         for garbage in (b"", b"\xff", b"nowhere"):
             await redis_client.xadd(key, {"": garbage})
