@@ -272,10 +272,10 @@ class Fleet:
         self.eligibility.sent(replica, response_visible)
         self._progress.advance(now)
         ticket = self._ledger.enter(row, profile, now, cached)
-        self._index(row, profile.prefix)
+        if self._index(row, profile.prefix):
+            self.prompt_log.add(replica, profile.prefix)
         adapter = self.eligibility.adapter(replica, profile.model)
         self.blocks.sent(replica, profile.prefix, adapter)
-        self.prompt_log.add(replica, profile.prefix)
         self.adapters.sent(row, ticket, adapter, now)
         return ticket
 
@@ -287,8 +287,8 @@ class Fleet:
             cached = self._prefixes.hits(prefix, np.array([row])).cached.item()
             self._ledger.move(ticket, row, now, cached)
             self.adapters.moved(ticket, row, now)
-            self._index(row, prefix)
-            self.prompt_log.add(replica, prefix)
+            if self._index(row, prefix):
+                self.prompt_log.add(replica, prefix)
 
     def first_token(self, ticket: Ticket) -> None:
         """Marks a request's prompt, and all prompts before it on the replica, as prefilled."""
@@ -353,11 +353,13 @@ class Fleet:
             else:
                 self._prefixes.clear(row)
 
-    def _index(self, row: int, prefix: Prefix) -> None:
-        """Adds a prompt to the prefix index, unless the prompt is far too long for the replica."""
+    def _index(self, row: int, prefix: Prefix) -> bool:
+        """Adds a prompt to the prefix index; returns False if the replica has no prefix cache, or
+        the prompt is far too long for it."""
         fits = prefix.tokens <= _MAY_FIT * self._replicas.longest_prompt.item(row)
-        if fits and self.members.by_row[row].prefix_caching:
+        if caches := fits and self.members.by_row[row].prefix_caching:
             self._prefixes.enter(row, prefix, self._replicas.kv_capacity.item(row))
+        return caches
 
     # -- room for requests ------------------------------------------------------------------
 

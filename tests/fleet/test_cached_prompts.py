@@ -35,10 +35,12 @@ def test_expected_hits_are_whole_blocks_of_the_replica(fleet: Fleet, clock: Manu
 def test_prompt_far_too_long_for_the_replica_displaces_no_cached_prompt(
     fleet: Fleet, clock: ManualClock
 ) -> None:
+    """Nor is the prompt announced: the replica refuses it at once, so a client can send many."""
     fleet.put(state(1, H100, clock, kv_tokens=100_000))
     fleet.dispatch(replica(1), request(prefix := prompt("a")))
     fleet.dispatch(replica(1), request(prompt("b", 240_000), 240_000))
     assert fleet.prefix_hits(prefix, fleet.view(MODEL)).expected.max() > CACHED
+    assert len(fleet.prompt_log) == 1
 
 
 def test_prompt_that_may_fit_is_expected_in_the_cache(fleet: Fleet, clock: ManualClock) -> None:
