@@ -23,7 +23,7 @@ _UNUSUAL = (
     "documents",
     "reasoning_effort",
 )  # fields that make vLLM render a chat in ways that this module does not imitate
-_MOST_VALUES = 4_096  # messages, tools and their fields: templates may print them one by one
+_MOST_VALUES = 4_096  # messages, tools and their fields
 _TEXTS = frozenset({"text", "input_text", "output_text"})
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class ExactPrompts:
         messages = [_message(message, self._template.takes_parts) for message in sent]
         generate = flag(fields.get("add_generation_prompt", True))
         given = options | {"messages": messages, "add_generation_prompt": generate}
-        if _has_many_values(given):
+        if _takes_long(given):
             raise _UnknownRenderingError
         return self._tokenize(_known(self._template.render(given) or None, str))
 
@@ -146,13 +146,16 @@ def _tool(given: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {n: function.get(n) for n in names} | optional}
 
 
-def _has_many_values(value: object) -> bool:
-    pending = [value]
+def _takes_long(value: object) -> bool:
+    """Return True if a template may take long to print the value's parts, one by one or joined."""
+    pending, characters = [value], 0
     for item in pending:
-        if isinstance(item, dict):
+        if isinstance(item, str):
+            characters += len(item)
+        elif isinstance(item, dict):
             pending += item.values()
         elif isinstance(item, list):
             pending += item
-        if len(pending) > _MOST_VALUES:
+        if len(pending) > _MOST_VALUES or characters > MOST_BYTES:
             return True
     return False

@@ -250,6 +250,13 @@ def test_chat_of_unknown_rendering_is_read_by_its_bytes(
     assert not got.prefix.ids.size
 
 
+def test_chat_of_more_than_a_megabyte_is_not_rendered(counter: Folder) -> None:
+    """A template may join the system messages in time that grows with the square of their size."""
+    tokens = counter("{{ messages[-1].content }}")
+    got = profiled(tokens, Endpoint.CHAT, messages=[user(TEXT * 2), user(TEXT[:999])])
+    assert not got.prefix.ids.size
+
+
 def test_chat_rejected_by_its_template_is_read_by_its_bytes(counter: Folder) -> None:
     got = profiled(counter(IN_PARTS), Endpoint.CHAT, messages=[{"role": "odd", "content": "x"}])
     assert got.prefix.whole
