@@ -5,9 +5,10 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, repeat
 from math import inf, nan
+from typing import Annotated
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from extproc.fleet.prefix_index import Bitmaps, clear_bit, set_bit
 from extproc.ground.clock import Clock
@@ -16,6 +17,7 @@ from extproc.replica_state import ReplicaState
 from extproc.request.prefix import Keys, Prefix, seed_of, token_keys
 
 NUMBERS = 2**32  # each poller numbers its updates of a replica from a multiple of this number
+LARGEST_BLOCK = 2**20  # tokens; far above real block sizes
 LATE_S = 2.0  # time for which blocks stay known after a poll that confirmed the last update
 _MAX_BLOCKS_AT_ONCE = 2048  # KV blocks applied in a step, which takes about a millisecond
 _STORED_WITHIN_S = 10.0  # time within which a replica stores a sent prompt and reports the blocks
@@ -30,7 +32,7 @@ class BlockUpdate(Struct, frozen=True, eq=False, array_like=True):
 
     number: int  # unique among all pollers of the replica
     previous: int  # number of the update before; 0: this update lists all blocks
-    block_size: int  # tokens in a block; 0 if no block was stored yet
+    block_size: Annotated[int, Meta(ge=0, le=LARGEST_BLOCK)]  # tokens; 0: none stored yet
     stored: Keys
     removed: Keys
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 
 import msgspec
 
-_LARGEST_BLOCK = 2**20  # tokens; far above real block sizes
+from extproc.fleet.held_blocks import LARGEST_BLOCK
 
 
 class BlockStored(msgspec.Struct, tag=True):
@@ -17,7 +17,7 @@ class BlockStored(msgspec.Struct, tag=True):
     block_hashes: list[int | bytes]
     parent_block_hash: int | bytes | None
     token_ids: list[int]
-    block_size: Annotated[int, msgspec.Meta(gt=0, le=_LARGEST_BLOCK)]
+    block_size: Annotated[int, msgspec.Meta(gt=0, le=LARGEST_BLOCK)]
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None

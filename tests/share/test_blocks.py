@@ -261,8 +261,11 @@ async def test_garbage_blocks_are_logged_once(
     await redis_client.set(Keys("test").blocks + "text", "no list")
     async with router(redis_server.url) as follower:
         await logged.line("skipped garbage in redis")
-        for garbage in (b"", b"\n", b"\xff\xff\n\xff", b"10.0.0.1:8000\n" + bytes(50)):
+        huge = structs.replace(whole(1, {1}), block_size=2**28)
+        sealed = BLOCKS.seal(ReplicaBlockUpdate("huge", huge))  # the next prompt would take 4 GB
+        for garbage in (b"", b"\n", b"\xff\xff\n\xff", b"10.0.0.1:8000\n" + bytes(50), sealed):
             await redis_client.publish(Keys("test").blocks_channel, garbage)
         await write(whole(1, {1}), whole(1, {1}))
         await follower.holds({1})
+        assert "huge" not in follower.held
     assert len(logged.lines("skipped garbage in redis")) == 3
