@@ -164,7 +164,7 @@ def _measure(
         images += prompt.images * times
         media += prompt.media
         of_text = of_text and times == 1 and bool(prompt.texts)
-    if not tokens and not reading.size:  # no prompt was found
+    if not tokens and not any(prompt.texts for prompt, _ in reading.pieces):  # found no prompt
         tokens = _by_length(body, model, counter)
     profile.prompt_tokens, profile.longest_share = tokens, reading.longest_share
     profile.fetches = images + media > 0

@@ -85,10 +85,6 @@ class Prompt:
         self._media_left = MOST_BYTES  # bytes that further digests may take
         self._ids: list[int] = []
 
-    @property
-    def size(self) -> int:
-        return len(self._rendered)
-
     def count(self, counter: TokenCounter, model: str) -> int:
         tokens = self.tokens + self.media + counter.count(model, self.texts)
         return tokens + self.images * counter.image_tokens(model) if self.images else tokens
@@ -204,10 +200,6 @@ class Reading(NamedTuple):
     @property
     def prompts(self) -> int:
         return len(self.lengths)
-
-    @property
-    def size(self) -> int:
-        return sum(prompt.size for prompt, _ in self.pieces)
 
     @property
     def longest_share(self) -> float:
