@@ -87,7 +87,8 @@ class Reconciliation:
         replicas.polled_kv_usage[row] = state.kv_usage
         may_wait = replicas.queued.item(row) + replicas.peers.item(QUEUED, row)
         waiting = min(max(state.waiting - may_wait, 0.0), replicas.external.item(row))
-        prompt = (state.prompt_tokens - state.cached_tokens) / max(state.first_tokens, 1.0)
+        computed = max(state.prompt_tokens - state.cached_tokens, 0.0)
+        prompt = computed / max(state.first_tokens, 1.0)
         replicas.external_backlog[row] = waiting * prompt
 
     def _correct_kv(self, row: int, at_poll: Indices, state: ReplicaState, age: float) -> None:
