@@ -1,7 +1,7 @@
 """Report of ``extproc demo --once``: the same requests under two policies."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -120,18 +120,14 @@ class Report:
         columns = [Column(title, left=True), Column("default"), Column("round_robin")]
         return "\n".join([*table(columns, rows), "", *self._conclusions()])
 
-    def _conclusions(self) -> list[str]:
-        lines, added_ms = [], self.run.added_ms
+    def _conclusions(self) -> Iterator[str]:
         if self.p99_ratio is not None:
-            lines.append(f"p99 completion: {self.p99_ratio:.1f} times as long under round_robin")
+            yield f"p99 completion: {self.p99_ratio:.1f} times as long under round_robin"
         if (error := self.run.predicted_error_median) is not None:
-            lines.append(
-                f"prediction error: {error:.0%} in the median, with unknown answer lengths"
-            )
-        if (p50 := added_ms["p50"]) is not None:
-            p99 = added_ms["p99"]
-            lines.append(f"the router adds {p50:.1f} ms in the median, {p99:.1f} ms at p99")
-        return lines
+            yield f"prediction error: {error:.0%} in the median, with unknown answer lengths"
+        p50, p99 = self.run.added_ms.values()
+        if p50 is not None:
+            yield f"the router adds {p50:.1f} ms in the median, {p99:.1f} ms at p99"
 
 
 def percentiles(values: list[float]) -> _Percentiles:
