@@ -11,7 +11,7 @@ from extproc.cli.arguments import CommandError, UsageError, above_zero, probabil
 from extproc.ground.address import join_address
 from extproc.ground.runtime import until_signalled
 from extproc.lab.simulator.replica import Replica, ReplicaSettings
-from extproc.lab.simulator.server import start
+from extproc.lab.simulator.server import serving
 from extproc.predict.step import PROFILES
 
 logger = logging.getLogger(__name__)
@@ -82,9 +82,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(replica: Replica, host: str, port: int) -> None:
-    serving = await start(replica, host, port)
-    print(f"replica ready on http://{join_address(host, serving.port)}", flush=True)
-    try:
-        await serving.engine
-    finally:
-        await serving.runner.cleanup()
+    async with serving(replica, host, port) as (bound_port, engine):
+        print(f"replica ready on http://{join_address(host, bound_port)}", flush=True)
+        await engine

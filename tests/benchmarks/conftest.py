@@ -13,7 +13,7 @@ from benchmarks.fleet import FleetFile
 from benchmarks.trace import TracedRequest
 from extproc.lab.replay.routers import Served
 from extproc.lab.simulator.replica import Replica, ReplicaSettings
-from extproc.lab.simulator.server import start
+from extproc.lab.simulator.server import serving
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TRACES, FLEETS = BENCHMARKS / "traces", BENCHMARKS / "fleets"
@@ -42,11 +42,8 @@ def play(
 async def simulated(**settings: Any) -> AsyncIterator[tuple[Replica, str]]:
     """Serves a simulated replica; yields the replica and its ``ip:port``."""
     replica = Replica(ReplicaSettings(**settings))
-    serving = await start(replica, "127.0.0.1", 0)
-    try:
-        yield replica, f"127.0.0.1:{serving.port}"
-    finally:
-        await serving.runner.cleanup()
+    async with serving(replica, "127.0.0.1", 0) as (port, _):
+        yield replica, f"127.0.0.1:{port}"
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import asyncio
 import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ class PatientStack(stack.Stack):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._here: dict[str, server.Serving] = {}
+        self._here: dict[str, AsyncExitStack] = {}
 
     async def start(self, name: str) -> None:
         for replica in self.replicas:
@@ -66,7 +66,7 @@ class PatientStack(stack.Stack):
 
     async def _end_here(self, name: str) -> None:
         """End a replica in the test's process; requests in flight get half a second."""
-        await self._here.pop(name).runner.cleanup()
+        await self._here.pop(name).aclose()
 
     async def _stop_all(self) -> None:
         await super()._stop_all()
@@ -142,7 +142,7 @@ class FileStack(PatientStack):
         return found
 
 
-async def _serve(replica: SimulatedReplica, port: int) -> server.Serving:
+async def _serve(replica: SimulatedReplica, port: int) -> AsyncExitStack:
     parser = argparse.ArgumentParser()
     simulate.add_arguments(parser)
     words = ["--model", stack.MODEL, "--profile", replica.profile, *replica.arguments]
@@ -150,7 +150,10 @@ async def _serve(replica: SimulatedReplica, port: int) -> server.Serving:
         words += ["--kv-events-ports", *map(str, replica.kv_events_ports)]
     given = parser.parse_args(words)
     settings = {field.name: getattr(given, field.name) for field in fields(ReplicaSettings)}
-    return await server.start(Replica(ReplicaSettings(**settings)), "127.0.0.1", port)
+    running = AsyncExitStack()
+    serving = server.serving(Replica(ReplicaSettings(**settings)), "127.0.0.1", port)
+    await running.enter_async_context(serving)
+    return running
 
 
 def patient(envoy_file: str, seconds: int = PatientStack.patience_s) -> str:

@@ -4,9 +4,9 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from random import Random
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 from uuid import uuid4
 
 from aiohttp import web
@@ -315,16 +315,12 @@ def _error(
     return web.json_response(error_body(request.path, status, message, param), status=status)
 
 
-class Serving(NamedTuple):
-    """Running HTTP server of a replica."""
-
-    runner: web.AppRunner  # its cleanup stops the server
-    port: int
-    engine: asyncio.Task[NoReturn]  # ends only by a failure, after which no request is answered
-
-
-async def start(replica: Replica, host: str, port: int) -> Serving:
-    """Start the HTTP server of a replica; port 0 lets the system choose.
+@asynccontextmanager
+async def serving(
+    replica: Replica, host: str, port: int
+) -> AsyncIterator[tuple[int, asyncio.Task[NoReturn]]]:
+    """Run the HTTP server of a replica; yield its port and the task of its engine. The task ends
+    only by a failure, after which no request is answered. Port 0 lets the system choose.
 
     Raises:
         OSError: the address cannot be bound.
@@ -342,7 +338,6 @@ async def start(replica: Replica, host: str, port: int) -> Serving:
     try:
         await runner.setup()
         await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
-    except OSError:
+        yield runner.addresses[0][1], server.engine
+    finally:
         await runner.cleanup()
-        raise
-    return Serving(runner, runner.addresses[0][1], server.engine)

@@ -13,7 +13,7 @@ from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.traffic import Answer, Client, TimedRequest
 from extproc.lab.simulator import OUTPUT_TOKENS_HEADER, SERVED_BY_HEADER
 from extproc.lab.simulator.replica import Replica, ReplicaSettings
-from extproc.lab.simulator.server import start
+from extproc.lab.simulator.server import serving
 
 WHOLE = b'data: {"choices":[{"text":"a"}]}\n\ndata: {"choices":[],"usage":{}}\n\ndata: [DONE]\n\n'
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "one two three"}]}
@@ -83,9 +83,8 @@ async def test_lateness_is_the_delay_of_the_client() -> None:
 @pytest.fixture
 async def replica_url() -> AsyncIterator[str]:
     settings = ReplicaSettings(model="m", profile="llama-8b-h100", speed=50)
-    serving = await start(Replica(settings), "127.0.0.1", 0)
-    yield f"http://127.0.0.1:{serving.port}"
-    await serving.runner.cleanup()
+    async with serving(Replica(settings), "127.0.0.1", 0) as (port, _):
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -8,7 +8,7 @@ from aiohttp import ClientSession
 
 from extproc.lab.simulator import OUTPUT_TOKENS_HEADER
 from extproc.lab.simulator.replica import Replica, ReplicaSettings
-from extproc.lab.simulator.server import start
+from extproc.lab.simulator.server import serving
 
 SETTINGS = ReplicaSettings(
     model="tiny",
@@ -27,9 +27,8 @@ def replica(request: pytest.FixtureRequest) -> Replica:
 
 @pytest.fixture
 async def url(replica: Replica) -> AsyncIterator[str]:
-    runner, port, _ = await start(replica, "127.0.0.1", 0)
-    yield f"http://127.0.0.1:{port}"
-    await runner.cleanup()
+    async with serving(replica, "127.0.0.1", 0) as (port, _):
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import yaml
 from aiohttp import ClientSession
 
 from extproc.lab.simulator.replica import Replica
-from extproc.lab.simulator.server import start
+from extproc.lab.simulator.server import serving
 from tests.lab.simulator.conftest import SETTINGS
 
 FILE = Path(__file__).with_name("answers.yaml")
@@ -38,12 +38,11 @@ async def test_answer_equals_the_recorded_answer(client: ClientSession, name: st
 
 
 async def _answer(request: dict[str, Any]) -> dict[str, object]:
-    serving = await start(Replica(SETTINGS), "127.0.0.1", 0)
-    try:
-        async with ClientSession(f"http://127.0.0.1:{serving.port}") as client:
-            return await answered(client, **request)
-    finally:
-        await serving.runner.cleanup()
+    async with (
+        serving(Replica(SETTINGS), "127.0.0.1", 0) as (port, _),
+        ClientSession(f"http://127.0.0.1:{port}") as client,
+    ):
+        return await answered(client, **request)
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from io import BytesIO
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from extproc.lab.simulator.answers import GENERATING
 from extproc.lab.simulator.pooling import POOLING
 from extproc.lab.simulator.replica import Replica, ReplicaSettings
-from extproc.lab.simulator.server import start
+from extproc.lab.simulator.server import serving
 from tests.lab.simulator.conftest import CHAT, chat, reply
 
 
@@ -118,7 +119,8 @@ def status_of() -> Iterator[Callable[[str, bytes], int]]:
     """Return a function that posts a body to a replica and returns the status."""
     with asyncio.Runner() as loop:
         replica = Replica(ReplicaSettings(speed=1000, max_model_len=256))
-        runner, port, _ = loop.run(start(replica, "127.0.0.1", 0))
+        running = AsyncExitStack()
+        port, _ = loop.run(running.enter_async_context(serving(replica, "127.0.0.1", 0)))
 
         async def status(path: str, body: bytes) -> int:
             async with (
@@ -129,7 +131,7 @@ def status_of() -> Iterator[Callable[[str, bytes], int]]:
                 return response.status
 
         yield lambda path, body: loop.run(status(path, body))
-        loop.run(runner.cleanup())
+        loop.run(running.aclose())
 
 
 @given(path=st.sampled_from([*GENERATING, *POOLING, "/tokenize"]), body=bodies)

@@ -6,7 +6,7 @@ import pytest
 
 from extproc.lab.harness.processes import free_port
 from extproc.lab.simulator.replica import Replica
-from extproc.lab.simulator.server import start
+from extproc.lab.simulator.server import serving
 from tests.lab.simulator.conftest import SETTINGS
 
 PUBLISHING = replace(SETTINGS, kv_events_ports=(free_port(), free_port()))
@@ -20,7 +20,7 @@ async def test_sleep_publishes_that_all_blocks_are_cleared() -> None:
 
 
 async def test_taken_events_port_is_an_error() -> None:
-    runner, _, _ = await start(Replica(PUBLISHING), "127.0.0.1", 0)
-    with pytest.raises(OSError, match="for KV events: Address"):
-        await start(Replica(PUBLISHING), "127.0.0.1", 0)
-    await runner.cleanup()
+    async with serving(Replica(PUBLISHING), "127.0.0.1", 0):
+        with pytest.raises(OSError, match="for KV events: Address"):
+            async with serving(Replica(PUBLISHING), "127.0.0.1", 0):
+                pass
