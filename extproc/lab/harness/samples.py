@@ -9,8 +9,6 @@ from typing import Any
 _BYTES_PER_TOKEN = 4
 _CHAT_SHARE = 0.7  # the other requests are completions
 _STREAMED_SHARE = 0.6
-_BOUNDS = (1024, 2048, 4096)  # `max_tokens`: far above the answer, whose length clients rarely know
-_UNBOUNDED_SHARE = 0.5  # share of chats without `max_tokens`
 
 _VOCABULARY = (
     "about after again before between could every first found great house large little might "
@@ -42,8 +40,9 @@ class SampleKind:
     share: float
     prompt: Lengths
     output: Lengths
-    bounds: Sequence[int] = _BOUNDS
-    unbounded_share: float = _UNBOUNDED_SHARE  # share of chats without `max_tokens`
+    # `max_tokens`: far above the answer, whose length clients rarely know.
+    bounds: Sequence[int] = (1024, 2048, 4096)
+    unbounded_share: float = 0.5  # share of chats without `max_tokens`
     known: bool = False  # `max_tokens` is the answer's exact length, enforced by `ignore_eos`
 
 
