@@ -14,7 +14,7 @@ from extproc.lab.simulator.steps import StepOutcome
 from extproc.request.errors import Refusal
 from extproc.route.decision import Decision
 from extproc.route.queue import SWEEP_EVERY_S
-from extproc.route.waiting import Place, Waiting
+from extproc.route.waiting import Waiting
 
 _LONGEST_DRAIN = 7200.0  # seconds from the last arrival until every request must have ended
 
@@ -95,17 +95,22 @@ class Simulation(ABC):
             self._dispatch(arrival, decision)
 
     def _enqueue(self, arrival: Arrival, decision: Decision) -> None:
-        node, profile, now = self._routers.owner(arrival), decision.profile, self.clock()
-
-        def decide(place: Place) -> Decision | None:
-            return node.router.decide(profile, place=place)
+        node, profile = self._routers.owner(arrival), decision.profile
 
         def resolve(outcome: Decision | Exception | None) -> None:
             if isinstance(outcome, Exception) and not isinstance(outcome, Refusal):
                 raise outcome
             self._dispatch(arrival, outcome if isinstance(outcome, Decision) else None)
 
-        node.queue.enter(Waiting(profile, decision, now, decide, resolve))
+        node.queue.enter(
+            Waiting(
+                profile,
+                decision,
+                since=self.clock(),
+                decide=lambda place: node.router.decide(profile, place=place),
+                resolve=resolve,
+            )
+        )
 
     def _dispatch(self, arrival: Arrival, decision: Decision | None) -> None:
         if decision is None:
