@@ -25,11 +25,12 @@ def since_when(first: float, replicas: Collection[str]) -> str:
     return f"{'the first ' if len(replicas) > 1 else ''}since {time_of_day(first)}"
 
 
+@dataclass(eq=False)
 class Exclusions:
     """Excluded replicas of a pool, each since the ``look`` call that first found it excluded."""
 
-    def __init__(self) -> None:
-        self._excluded: dict[str, tuple[str, float]] = {}  # last reason, start of the exclusion
+    # Last reason, and start of the exclusion.
+    _excluded: dict[str, tuple[str, float]] = field(default_factory=dict, init=False)
 
     def look(self, fleet: Fleet, now: float) -> dict[str, str]:
         """Logs exclusions that began, ended or changed their reason since the last call.
@@ -62,6 +63,7 @@ class Exclusions:
         return since_when(min(times), replicas) if times else ""
 
 
+@dataclass(eq=False)
 class Onsets:
     """Times since which replicas cause the dashboard's warnings, in seconds since the epoch.
 
@@ -69,9 +71,9 @@ class Onsets:
     cause.
     """
 
-    def __init__(self, wall: Clock) -> None:
-        self._wall = wall
-        self._seen: dict[tuple[str, str], tuple[float, float]] = {}  # first and last time
+    _wall: Clock
+    # First and last time.
+    _seen: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict, init=False)
 
     def since(self, cause: str, replicas: Collection[str]) -> str:
         """Notes that replicas cause a warning now, and formats since when the first has done so.
@@ -165,12 +167,13 @@ class CounterLog:
         self._logged = counted
 
 
+@dataclass(eq=False)
 class WarningLog:
     """Logs a warning of the dashboard when it appears, and again when it is over."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._seen: dict[str, float] = {}  # warning → last time shown, on the clock
+    _clock: Clock
+    # Warning → last time shown, on the clock.
+    _seen: dict[str, float] = field(default_factory=dict, init=False)
 
     def look(self, warnings: Iterable[str]) -> None:
         """Logs which warnings appeared or ended; ``warnings``: all that the dashboard shows now."""

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from itertools import chain, cycle, islice
@@ -34,16 +35,16 @@ class ProcessError(RuntimeError):
     """A program is missing, or a process did not start, ended early or was not ready in time."""
 
 
+@dataclass(eq=False)
 class Process:
     """Child process, stopped at the end of an ``async with`` block; its output goes to ``log``.
 
     On Linux the child also ends when its parent is killed.
     """
 
-    def __init__(self, name: str, log: Path, process: asyncio.subprocess.Process) -> None:
-        self.name = name
-        self.log = log
-        self._process = process
+    name: str
+    log: Path
+    _process: asyncio.subprocess.Process
 
     @classmethod
     async def start(

@@ -22,11 +22,11 @@ from extproc.share.digests import DIGEST
 from extproc.share.envelope import Skips
 
 
+@dataclass(eq=False, slots=True)
 class VirtualClock:
     """Clock whose time the simulation sets."""
 
-    def __init__(self) -> None:
-        self.time = 0.0
+    time: float = 0.0
 
     def __call__(self) -> float:
         return self.time

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from random import Random
 
 
@@ -42,6 +43,7 @@ compiles kernels may take seconds longer."""
 ACCEPTANCE = 0.7  # about as vLLM reports for EAGLE drafts in conversations
 
 
+@dataclass(eq=False)
 class Speculation:
     """Speculative decoding: each step drafts ``tokens`` tokens for every decoding sequence.
 
@@ -49,10 +51,9 @@ class Speculation:
     step gives a sequence one token plus the accepted ones, at most ``tokens + 1``.
     """
 
-    def __init__(self, tokens: int, acceptance: float, random: Random) -> None:
-        self.tokens = tokens
-        self._acceptance = acceptance
-        self._random = random
+    tokens: int
+    _acceptance: float
+    _random: Random
 
     @property
     def tokens_per_step(self) -> float:
