@@ -27,17 +27,11 @@ def observed_requests(log: DecisionLog) -> tuple[Words, Words]:
     if not served:
         return [], []
     elsewhere = sum(replica != decision.replica for decision, replica, _ in served)
-    text = f"{elsewhere:,} of {len(served):,}"
-    figures = [("observed requests that Envoy sent elsewhere", text)]
-    ended = (
-        (decision, decision.on(replica), completion_s)
-        for decision, replica, completion_s in served
-        if completion_s is not None
-    )
+    figures = [("observed requests that Envoy sent elsewhere", f"{elsewhere:,} of {len(served):,}")]
     times = [
         (decision.predicted_completion, on_envoys.predicted_completion, completion_s)
-        for decision, on_envoys, completion_s in ended
-        if on_envoys is not None
+        for decision, replica, completion_s in served
+        if completion_s is not None and (on_envoys := decision.on(replica)) is not None
     ]
     finite = [row for row in times if max(row) < inf]
     if not finite:
