@@ -47,23 +47,20 @@ async def demo(args: argparse.Namespace) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     directory = Path(tempfile.mkdtemp(prefix="extproc-demo-"))
     work = asyncio.create_task(_with_stack(args, directory))
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
+    work.add_done_callback(lambda _: stop.set())
+    await stop.wait()
     work.cancel()
-    status = 0
     try:
         await work
     except asyncio.CancelledError:
         _print("\nstopped")
-        status = _INTERRUPTED if args.once else 0
     except BrokenPipeError:  # nobody reads the output any more
         shutil.rmtree(directory, ignore_errors=True)
         raise
     except (ProcessError, OSError) as error:
         raise ProcessError(f"{error}\nlogs: {directory}") from None
     shutil.rmtree(directory, ignore_errors=True)
-    return status
+    return _INTERRUPTED if args.once and work.cancelled() else 0
 
 
 async def _with_stack(args: argparse.Namespace, directory: Path) -> None:
