@@ -53,16 +53,23 @@ def check_replicas(config: Config) -> Iterator[Finding]:
             try:
                 sources += read_replicas(path)
             except (OSError, ValueError) as error:
-                reason = (error.strerror if isinstance(error, OSError) else None) or error
-                text = f"unusable: {reason}: its replicas are not polled. Correct the file or path"
-                yield finding(f"replicas_file {path}", text)
+                reason = getattr(error, "strerror", None) or error
+                yield finding(
+                    f"replicas_file {path}",
+                    f"unusable: {reason}: its replicas are not polled. Correct the file or path",
+                )
         elif not sources and config.state == "memory":
-            text = f"no replica is configured, and state is 'memory': {_UNROUTED}. "
-            yield finding(f"pool {pool.pool}", text + "Set replicas or replicas_file")
+            yield finding(
+                f"pool {pool.pool}",
+                f"no replica is configured, and state is 'memory': {_UNROUTED}. Set replicas or "
+                "replicas_file",
+            )
         for where, count in Counter(source.where for source in sources).items():
             if count > 1:
-                text = f"listed {count} times: only the first entry counts. Remove the rest"
-                yield finding(f"replica {where}", text)
+                yield finding(
+                    f"replica {where}",
+                    f"listed {count} times: only the first entry counts. Remove the rest",
+                )
 
 
 async def check_live(config: Config, envoy_admin: str | None) -> list[Finding]:
@@ -95,12 +102,16 @@ async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]
     discovery.stop()
     unread = discovery.problems()
     unread.pop(str(config.replicas_file), None)  # ``check_replicas`` reports the file
-    for source, problem in unread.items():
-        text = (
+    found += [
+        Finding(
+            "replicas",
+            Level.ERROR,
+            f"replica {source}",
             f"has no address ({problem}): none of its replicas is polled. Correct its name, or "
-            "what resolves it"
+            "what resolves it",
         )
-        found.append(Finding("replicas", Level.ERROR, f"replica {source}", text))
+        for source, problem in unread.items()
+    ]
     if not names:
         text = f"no replica is known: {_UNROUTED}. Set replicas"
         found.append(Finding("replica", Level.ERROR, f"pool {config.pool}", text))
@@ -123,23 +134,23 @@ def _check_models(models: Mapping[str, ModelTargets], served: set[str]) -> Itera
         }
         missing = wanted - served
         fate = "wait or get 404" if missing == wanted else "go to replicas of its other models"
+        text = (
+            f"no reachable replica lists this model: requests for {name} {fate}. Start a replica "
+            "with this model, or correct route.models"
+        )
         for model in sorted(missing):
-            text = (
-                f"no reachable replica lists this model: requests for {name} {fate}. Start a "
-                "replica with this model, or correct route.models"
-            )
             yield Finding("model", Level.ERROR, f"model {model}", text)
 
 
 async def _check_lone_router(config: Config) -> list[Finding]:
     """Check a router that runs without Redis."""
-    finding = partial(Finding, "router", where=f"router {config.serve.admin}")
+    level, text = Level.OK, "alive"
     try:
         await fetch_pages(config.serve.admin, ["/livez"], config.admin)
     except (RouterUnavailableError, ValueError):
+        level = Level.ERROR
         text = f"no router answers there: {_UNROUTED}. Run 'extproc serve', or correct serve.admin"
-        return [finding(level=Level.ERROR, text=text)]
-    return [finding(level=Level.OK, text="alive")]
+    return [Finding("router", level, f"router {config.serve.admin}", text)]
 
 
 async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
