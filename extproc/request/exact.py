@@ -102,10 +102,8 @@ def _message(given: object, takes_parts: bool) -> dict[str, Any]:
             message["tool_calls"] = [_call(_known(call, dict)) for call in _known(calls, list)]
         if isinstance(reasoning := given.get("reasoning"), str):
             message |= {"reasoning": reasoning, "reasoning_content": reasoning}
-    for name in ("name", "tool_call_id"):
-        if isinstance(given.get(name), str):
-            message[name] = given[name]
-    return message
+    names = [name for name in ("name", "tool_call_id") if isinstance(given.get(name), str)]
+    return message | {name: given[name] for name in names}
 
 
 def _texts(content: object) -> list[str]:
