@@ -46,8 +46,9 @@ def decode(body: bytes, partial: bool = False) -> dict[str, object]:
     try:
         value = from_json(body, allow_partial="trailing-strings" if partial else False)
     except (ValueError, RecursionError, MemoryError) as error:
-        message = f"the request body is not valid JSON: {error}"
-        raise BadRequest(message, code="invalid_json") from None
+        raise BadRequest(
+            f"the request body is not valid JSON: {error}", code="invalid_json"
+        ) from None
     if not isinstance(value, dict):
         raise BadRequest("the request body is not a JSON object", code="invalid_type")
     return value

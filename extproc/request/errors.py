@@ -87,7 +87,6 @@ def error_body(error: Refusal, endpoint: Endpoint | None = None) -> bytes:
     """Return the JSON body of the answer, in the form of Anthropic's or OpenAI's endpoints."""
     kind, anthropic_kind = _TYPES[error.status]
     if endpoint in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS):
-        described = {"type": anthropic_kind, "message": str(error)}
-        return to_json({"type": "error", "error": described})
-    described = {"message": str(error), "type": kind}
-    return to_json({"error": described | {"param": error.param, "code": error.code}})
+        return to_json({"type": "error", "error": {"type": anthropic_kind, "message": str(error)}})
+    described = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    return to_json({"error": described})

@@ -136,8 +136,9 @@ def _model(fields: dict[str, object]) -> str:
     if not isinstance(model, str):
         raise BadRequest("the model must be a string", "model", "invalid_model")
     if len(model) > _LONGEST_NAME:
-        message = f"the model's name is longer than {_LONGEST_NAME} characters"
-        raise BadRequest(message, "model", "invalid_model")
+        raise BadRequest(
+            f"the model's name is longer than {_LONGEST_NAME} characters", "model", "invalid_model"
+        )
     return model
 
 
