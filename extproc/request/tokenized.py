@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from dataclasses import replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -69,13 +70,10 @@ class CachingTokenizer:
         return TokenizedPrompt(all_ids, tokens, end == len(text))
 
     def _known(self, keys: list[int]) -> list[_Unit]:
-        known = []
-        for key in keys[1:]:
-            if not (unit := self._units.get(key)):
-                break
+        known = list(takewhile(self._units.__contains__, keys[1:]))
+        for key in known:
             self._units.move_to_end(key)
-            known.append(unit)
-        return known
+        return [self._units[key] for key in known]
 
     def _encode(self, text: str, start: int) -> tuple[Ids, NDArray[np.intp], int]:
         """Tokenize the text from ``start`` on. Return the token ids that later text cannot change,
