@@ -186,8 +186,11 @@ class Assigner:
         beats = await _heartbeats(self._redis, self._keys, names, self._skips)
         if dead := names - beats.keys():
             await in_time(self._redis.srem(self._keys.pollers, *dead))
-        alive = {name: beat for name, beat in beats.items() if beat and not beat.stopped}
-        return {name: frozenset(beat.replicas) for name, beat in alive.items()}
+        return {
+            name: frozenset(beat.replicas)
+            for name, beat in beats.items()
+            if beat and not beat.stopped
+        }
 
 
 def _weight(poller: str, replica: str) -> bytes:

@@ -27,8 +27,7 @@ async def keys_after(redis: Redis, beginning: str) -> list[str]:
     keys: set[str] = set()
     cursor = 0
     while True:
-        scan = redis.scan(cursor, match=f"{beginning}*", count=_SCAN_PAGE)
-        cursor, page = await in_time(scan)
+        cursor, page = await in_time(redis.scan(cursor, match=f"{beginning}*", count=_SCAN_PAGE))
         keys.update(map(str_if_bytes, page))
         if cursor == 0:
             return sorted(keys)
@@ -115,7 +114,7 @@ class ChannelReader(Reader[T]):
         """Yields the changes in a message."""
 
 
-async def _next_message(pubsub: PubSub) -> dict[str, Any]:
+async def _next_message(pubsub: PubSub) -> Any:
     """Waits for a message. If none arrives for ``TIMEOUT_S``, makes Redis send a message of the
     type ``unsubscribe``, to detect a dead connection.
 
@@ -123,9 +122,8 @@ async def _next_message(pubsub: PubSub) -> dict[str, Any]:
     reconnect without end.
     """
     # get_message reconnects without a time limit.
-    message: dict[str, Any] | None = await in_time(pubsub.get_message(timeout=TIMEOUT_S), TIMEOUT_S)
-    if message is not None:
-        return message
-    await in_time(pubsub.unsubscribe(_NO_CHANNEL))
-    answer: dict[str, Any] = await in_time(pubsub.get_message(timeout=None))
-    return answer
+    message = await in_time(pubsub.get_message(timeout=TIMEOUT_S), TIMEOUT_S)
+    if message is None:
+        await in_time(pubsub.unsubscribe(_NO_CHANNEL))
+        message = await in_time(pubsub.get_message(timeout=None))
+    return message
