@@ -36,7 +36,9 @@ from extproc.replica_state import TTL_S, EngineFigures, ReplicaState, checked
 log = logging.getLogger(__name__)
 
 BACKOFF_MOST_S = 2.0  # longest wait between two scrapes of an unhealthy replica
-HEALTH_EVERY_S = 2.0  # between two requests for `/health` of a healthy replica
+HEALTH_EVERY_S = 2.0
+"""Seconds between two scrapes of a healthy replica that also request ``/health``, which fails if
+the engine died. Every scrape of an unhealthy replica requests it."""
 SILENCE_STEP_S = 0.1
 """Seconds between two updates of a replica's silence. The first probe for silence starts once a
 scrape takes this much longer than the previous scrape."""
@@ -144,10 +146,11 @@ class PolledReplica:
         if self._silence is None:
             due_s = self.state.scrape_seconds + SILENCE_STEP_S
             self._silence = asyncio.create_task(self._count_silence(due_s))
+        health = not self.state.healthy or started - self._health_asked_at >= HEALTH_EVERY_S
+        if health:
+            self._health_asked_at = started
         try:
-            figures = await scrape(
-                self._context.session, self.target.id, self._health_is_due(started)
-            )
+            figures = await scrape(self._context.session, self.target.id, health)
         except ScrapeError as error:
             self._failed(error)
             return self._backoff.next()
@@ -173,18 +176,6 @@ class PolledReplica:
         spread = self._context.random.uniform(-POLL_JITTER, POLL_JITTER)
         spent = monotonic() - started
         return max(0.0, self._settings.interval_s * (1 + spread) - spent)
-
-    def _health_is_due(self, now: float) -> bool:
-        """Returns True if the next scrape has to request ``/health``, which fails if the engine
-        died.
-
-        The request is due every ``HEALTH_EVERY_S`` for a healthy replica, and at each scrape for an
-        unhealthy replica.
-        """
-        due = not self.state.healthy or now - self._health_asked_at >= HEALTH_EVERY_S
-        if due:
-            self._health_asked_at = now
-        return due
 
     def _succeeded(
         self,
