@@ -123,23 +123,20 @@ class PolledReplica:
 
     async def _run(self) -> None:
         async with started(self._kv_stream.run()):
-            await self._scrape()  # in this task, which :meth:`stop` cancels
-
-    async def _scrape(self) -> None:
-        try:
-            # A random wait spreads the scrapes of replicas that start together.
-            await asyncio.sleep(self._context.random.random() * self._settings.interval_s)
-            while True:
-                try:
-                    wait_s = await self._scrape_once()
-                except Exception as error:  # must not end the polls of other replicas
-                    self._failed_unexpectedly(error)
-                    wait_s = self._backoff.next()
-                await asyncio.sleep(wait_s)
-        finally:
-            self._stop_counting_silence()
-            self._models.restart()
-            self._context.prior.forget(self.target.id)
+            try:
+                # A random wait spreads the scrapes of replicas that start together.
+                await asyncio.sleep(self._context.random.random() * self._settings.interval_s)
+                while True:
+                    try:
+                        wait_s = await self._scrape_once()
+                    except Exception as error:  # must not end the polls of other replicas
+                        self._failed_unexpectedly(error)
+                        wait_s = self._backoff.next()
+                    await asyncio.sleep(wait_s)
+            finally:
+                self._stop_counting_silence()
+                self._models.restart()
+                self._context.prior.forget(self.target.id)
 
     async def _scrape_once(self) -> float:
         started = monotonic()
