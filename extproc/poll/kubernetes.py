@@ -126,24 +126,19 @@ class PoolWatch(KubernetesWatch):
 
     def _read(self) -> None:
         pool = next(iter(self._pools.objects.values()), None)
-        self._select(pool and pool.spec["selector"]["matchLabels"])
+        selector = pool and pool.spec["selector"]["matchLabels"]
+        if selector != self._selector:  # other pods, or none, take the place of the former pods
+            self._selector = selector
+            while len(self._reflectors) > 1:
+                self._reflectors.pop().stop()
+            if selector is not None:
+                self._reflect(core_v1.Pod, self._read, labels=selector)
         if pool is None:
             self._update({}, "no InferencePool of that name in that namespace")
         elif self.listed:
             _, members = self._reflectors
             ports = [port["number"] for port in pool.spec["targetPorts"]]
             self._update(members_of(members.objects.values(), ports))
-
-    def _select(self, selector: dict[str, str] | None) -> None:
-        """Follows the pods with these labels instead of the former pods; None: no pods."""
-        if selector == self._selector:
-            return
-        self._selector = selector
-        for members in self._reflectors[1:]:
-            members.stop()
-        del self._reflectors[1:]
-        if selector is not None:
-            self._reflect(core_v1.Pod, self._read, labels=selector)
 
 
 def members_of(pods: Iterable[core_v1.Pod], ports: Sequence[int]) -> dict[str, Pod]:
