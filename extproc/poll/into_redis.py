@@ -230,8 +230,11 @@ class IntoRedis(Destination):
 
     async def _write_blocks(self) -> bool:
         changed, self._changed_blocks = self._changed_blocks, {}
-        due = {replica: blocks.next_update() for replica, blocks in changed.items()}
-        updates = {replica: update for replica, update in due.items() if update}
+        updates = {
+            replica: update
+            for replica, blocks in changed.items()
+            if (update := blocks.next_update())
+        }
         try:
             for replica in await self._block_writer.write(updates):
                 changed[replica].resend_all(backs_off=True)
