@@ -166,7 +166,9 @@ def _measure(
         media += prompt.media
         of_text = of_text and times == 1 and bool(prompt.texts)
     if not tokens and not any(prompt.texts for prompt, _ in reading.pieces):  # found no prompt
-        tokens = _by_length(body, model, counter)
+        # What the middle of the body consists of is taken for the whole.
+        density = tokens_per_byte(body[: len(body) // 2], 1 / counter.bytes_per_token(model))
+        tokens = round(len(body) * density) or media_tokens(len(body), model, counter)
     profile.prompt_tokens, profile.longest_share = tokens, reading.longest_share
     profile.fetches = images + media > 0
     if limit:
@@ -179,9 +181,3 @@ def _measure(
         # The replica will report all tokens, including those of token ids and template. The bytes
         # count these two at the present ratio, so that they do not change the learned ratio.
         profile.prompt_bytes = round(tokens * counter.bytes_per_token(model))
-
-
-def _by_length(body: bytes, model: str, counter: TokenCounter) -> int:
-    """Estimate the tokens of a body whose prompt was not found, by what its middle consists of."""
-    density = tokens_per_byte(body[: len(body) // 2], 1 / counter.bytes_per_token(model))
-    return round(len(body) * density) or media_tokens(len(body), model, counter)
