@@ -100,7 +100,10 @@ def token_keys(ids: Ids | Sequence[int], block_size: int, before: int) -> Keys:
     """
     blocks = min(len(ids) // block_size, _MOST_BLOCKS)
     tokens = np.asarray(ids[: blocks * block_size], np.uint32).reshape(blocks, block_size)
-    each = _mixed(tokens @ _token_factors(block_size))
+    each = tokens @ _token_factors(block_size)
+    each ^= each >> _HALF  # these three lines spread each bit over the number
+    each *= _MIX
+    each ^= each >> _HALF
     keys: Keys = (each * _INVERSES[:blocks]).cumsum()
     keys += np.uint64(before)
     keys *= _POWERS[:blocks]
@@ -111,13 +114,6 @@ def token_keys(ids: Ids | Sequence[int], block_size: int, before: int) -> Keys:
 def _token_factors(block_size: int) -> Keys:
     generator = np.random.Generator(np.random.PCG64(1))
     return generator.integers(0, 2**63, block_size, np.uint64) * 2 + 1
-
-
-def _mixed(values: Keys) -> Keys:
-    values ^= values >> _HALF
-    values *= _MIX
-    values ^= values >> _HALF
-    return values
 
 
 def _key_at(end: int, data: bytes, keys: Keys, seed: int) -> int:
