@@ -15,8 +15,9 @@ def commit() -> str:
     """Return the commit of a checkout or of a built package, or an empty string if unknown."""
     with suppress(OSError, subprocess.SubprocessError):
         if (_PACKAGE.parent / ".git").exists():
-            run = subprocess.run(_HEAD, capture_output=True, text=True, check=True, timeout=5)
-            return run.stdout.strip()
+            return subprocess.check_output(
+                _HEAD, stderr=subprocess.DEVNULL, text=True, timeout=5
+            ).strip()
     with suppress(OSError):
         return _BUILT.read_text(encoding="utf-8").strip()
     return ""
