@@ -40,9 +40,10 @@ class _Loader(yaml.SafeLoader):
         """Refuses a key that occurs twice; PyYAML's loader would take the last value."""
         node = super().compose_mapping_node(anchor)
         first: dict[tuple[str, str], yaml.Mark] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
-                continue
+        keys = [
+            key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE
+        ]
+        for key in keys:
             before = first.setdefault((key.tag, key.value), key.start_mark)
             if before is not key.start_mark:
                 raise yaml.MarkedYAMLError(
