@@ -64,8 +64,9 @@ def _completeness(file: EnvoyFile) -> Finding:
     if missing:
         text = f"this file has no {missing}: check the file that has these parts, too"
         return Finding("is_complete", Level.WARNING, "", text)
-    text = "The file has the filter, its listener, a route and clusters."
-    return Finding("is_complete", Level.OK, "", text)
+    return Finding(
+        "is_complete", Level.OK, "", "The file has the filter, its listener, a route and clusters."
+    )
 
 
 def _is_envoy_gateway(tree: object) -> bool:

@@ -65,8 +65,11 @@ def _check_members(
     """Yield problems of members; ``explained``: places of clusters whose problems are known."""
 
     def names(clusters: list[Node]) -> list[str]:
-        others = (cluster for cluster in clusters if cluster.where not in explained)
-        return [cluster["name"] for cluster in others if not destination(cluster)]
+        return [
+            cluster["name"]
+            for cluster in clusters
+            if cluster.where not in explained and not destination(cluster)
+        ]
 
     routers, fixed = names(file.router_clusters), names(file.replica_clusters)
     for name in [*routers, *fixed]:

@@ -33,11 +33,8 @@ def _leads_elsewhere(route: Node, file: EnvoyFile) -> str:
     named = clusters_of(route)
     missing = named - file.cluster_names if file.lists_all_clusters else set()
     others = named & file.cluster_names - obeying
-
-    def may_obey(other: Node) -> bool:
-        return not clusters_of(other) or bool(clusters_of(other) & obeying)
-
-    if not named & obeying and any(map(may_obey, file.all(ROUTE))):
+    routes = map(clusters_of, file.all(ROUTE))
+    if not named & obeying and any(not names or names & obeying for names in routes):
         return ""
     write = f"Write cluster: {' or '.join(sorted(map(repr, obeying)))}"
     if missing:
