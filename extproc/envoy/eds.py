@@ -134,8 +134,10 @@ async def _drop_stale(pools: Mapping[str, "PoolMembers"], server: EdsServer) -> 
         await asyncio.sleep(_CHECK_EVERY_S)
         for pool, members in pools.items():
             if stale := members.drop_stale(TTL_S):
-                extra = {"replicas": ", ".join(stale), "pool": pool}
-                logger.info("replicas withdrawn from envoy: their state is stale", extra=extra)
+                logger.info(
+                    "replicas withdrawn from envoy: their state is stale",
+                    extra={"replicas": ", ".join(stale), "pool": pool},
+                )
                 server.put(pool, partial(load_assignment, pool, members.current))
 
 

@@ -64,8 +64,10 @@ class Subscription:
             )
         self._names = names
         if request.error_detail is not None:  # Envoy reports each error once
-            extra = self._envoy | {"reason": request.error_detail.message}
-            logger.error("envoy refused a list of replicas and keeps the old list", extra=extra)
+            logger.error(
+                "envoy refused a list of replicas and keeps the old list",
+                extra=self._envoy | {"reason": request.error_detail.message},
+            )
 
     def due(self) -> DiscoveryResponse | None:
         """Return a response if the assignments differ from the last response; otherwise None."""
@@ -155,8 +157,9 @@ class EdsServer:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "redis lost: ask another instance")
             await reading
         except ValueError:
-            extra = {"peer": context.peer()}
-            logger.warning("stream closed: message is not a DiscoveryRequest", extra=extra)
+            logger.warning(
+                "stream closed: message is not a DiscoveryRequest", extra={"peer": context.peer()}
+            )
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a DiscoveryRequest")
         finally:
             del self.streams[reading]
