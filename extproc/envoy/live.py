@@ -100,8 +100,6 @@ async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]
     discovery = Discovery(config.replicas, config.replicas_file, RESOLVE_S)
     names |= {target.id: target.name for target in await discovery.targets()}
     discovery.stop()
-    unread = discovery.problems()
-    unread.pop(str(config.replicas_file), None)  # ``check_replicas`` reports the file
     found += [
         Finding(
             "replicas",
@@ -110,7 +108,8 @@ async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]
             f"has no address ({problem}): none of its replicas is polled. Correct its name, or "
             "what resolves it",
         )
-        for source, problem in unread.items()
+        for source, problem in discovery.problems().items()
+        if source != str(config.replicas_file)  # which ``check_replicas`` reports
     ]
     if not names:
         text = f"no replica is known: {_UNROUTED}. Set replicas"
