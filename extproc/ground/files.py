@@ -51,9 +51,14 @@ class WatchedFiles(Generic[T]):
         self._files = files
         self._stamps: list[_Stamp | None] | None = None  # None: no read has succeeded yet
         self._extra = {"file": ", ".join(map(str, files))}
-        begins = f"{what} cannot be used: keeping the last usable content, if any, and retrying"
-        over = f"{what} can be used again"
-        self.outage = OutageLog(log, begins, over, logging.ERROR, each=True, **self._extra)
+        self.outage = OutageLog(
+            log,
+            f"{what} cannot be used: keeping the last usable content, if any, and retrying",
+            f"{what} can be used again",
+            logging.ERROR,
+            each=True,
+            **self._extra,
+        )
 
     def read(self) -> T:
         """Returns the content; raises what the constructor's ``read`` raises."""

@@ -54,8 +54,13 @@ class KubernetesWatch:
 
     def __post_init__(self) -> None:
         self._reflectors: list[Reflector] = []
-        begins, over = "Kubernetes source has no replicas", "Kubernetes source has replicas again"
-        self._empty = OutageLog(log, begins, over, each=True, source=str(self.wanted))
+        self._empty = OutageLog(
+            log,
+            "Kubernetes source has no replicas",
+            "Kubernetes source has replicas again",
+            each=True,
+            source=str(self.wanted),
+        )
 
     @property
     def listed(self) -> bool:

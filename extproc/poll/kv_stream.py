@@ -63,9 +63,12 @@ class KvStream:
         self._saved: Mark | None = None
         self._saved_at = -math.inf
         self._is_checked = False  # the last check found no batch missing
-        begins = "replica's KV blocks are unknown: routers estimate its prefix cache"
-        over = "replica's KV blocks are known again"
-        self._outage = OutageLog(log, begins, over, replica=target.title)
+        self._outage = OutageLog(
+            log,
+            "replica's KV blocks are unknown: routers estimate its prefix cache",
+            "replica's KV blocks are known again",
+            replica=target.title,
+        )
         self._loss = ""  # why the blocks are unknown until the replica restarts or clears its cache
 
     @property

@@ -41,9 +41,12 @@ class Models:
         self._session = session
         self._replica = target.id
         self._listed = listed
-        begins = "replica does not list its models: using the model names in its metrics"
-        over = "replica lists its models again"
-        self._outage = OutageLog(log, begins, over, replica=target.title)
+        self._outage = OutageLog(
+            log,
+            "replica does not list its models: using the model names in its metrics",
+            "replica lists its models again",
+            replica=target.title,
+        )
         self._reading: asyncio.Task[None] | None = None
         self._read_at = -inf
 

@@ -63,10 +63,15 @@ class Reflector:
         self._changed = changed
         self._selection = selection
         self._backoff = Backoff(_FIRST_WAIT_S, _LONGEST_WAIT_S, random)
-        begins = "Kubernetes source cannot be watched: keeping its last pods and retrying"
-        over = "Kubernetes source is watched again"
-        fields = {"source": source, "resource": api_info(kind).plural}
-        self._outage = OutageLog(log, begins, over, logging.ERROR, each=True, **fields)
+        self._outage = OutageLog(
+            log,
+            "Kubernetes source cannot be watched: keeping its last pods and retrying",
+            "Kubernetes source is watched again",
+            logging.ERROR,
+            each=True,
+            source=source,
+            resource=api_info(kind).plural,
+        )
         self._task = asyncio.create_task(self._follow())
 
     @property

@@ -43,8 +43,12 @@ class Host:
         self.addresses: tuple[str, ...] = ()  # all IPv4 or all IPv6, sorted
         self._name = name
         self._lookup = SlowCall(partial(resolve, name), timeout_s)
-        begins = "replica's host does not resolve: keeping its last addresses and retrying"
-        self.outage = OutageLog(log, begins, "replica's host resolves again", host=name)
+        self.outage = OutageLog(
+            log,
+            "replica's host does not resolve: keeping its last addresses and retrying",
+            "replica's host resolves again",
+            host=name,
+        )
 
     async def look_up(self) -> None:
         try:
