@@ -75,7 +75,9 @@ class StreamReader(Reader[B]):
         self._after = _NONE
 
     async def _connected(self) -> AsyncGenerator[B]:
-        if _order(await self._last()) < _order(self._after):
+        newest: Any = await in_time(self._redis.xrevrange(self.key, count=1))
+        last = str_if_bytes(newest[0][0]) if newest else _NONE
+        if _order(last) < _order(self._after):
             self._after = _NONE
         while True:
             entries = await self._entries()
@@ -89,10 +91,6 @@ class StreamReader(Reader[B]):
     def _failed(self, error: Exception) -> None:
         if isinstance(error, ResponseError):  # the key holds no stream
             self._skips.garbage(self.key, error)
-
-    async def _last(self) -> str:
-        found: Any = await in_time(self._redis.xrevrange(self.key, count=1))
-        return str_if_bytes(found[0][0]) if found else _NONE
 
     async def _entries(self) -> list[tuple[bytes | str, dict[bytes, bytes]]]:
         """Returns the next entries; waits up to half a second for the first entry."""
