@@ -36,6 +36,7 @@ class Heartbeat(Struct, array_like=True, frozen=True):
 
 
 HEARTBEAT = EnvelopeKind("heartbeat", Heartbeat)
+_UNREADABLE = Heartbeat((), ("its sources: its heartbeat has an unknown format",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +53,14 @@ async def known_pollers(
     redis: Redis, pool: str, skips: Skips
 ) -> tuple[dict[str, Heartbeat], set[str]]:
     """Returns the heartbeats of a pool's living pollers, by ``host:port``, and the names of the
-    pollers that shut down within the last 5 s. An unreadable heartbeat counts as empty."""
+    pollers that shut down within the last 5 s. An unreadable heartbeat lists no replica, and its
+    problem says so."""
     keys = Keys(pool)
     found: Any = await in_time(redis.smembers(keys.pollers))
     names = sorted(map(str_if_bytes, found))
     beats = await _heartbeats(redis, keys, names, skips)
     stopped = {name for name, beat in beats.items() if beat and beat.stopped}
-    alive = {name: beat or Heartbeat(()) for name, beat in beats.items() if name not in stopped}
+    alive = {name: beat or _UNREADABLE for name, beat in beats.items() if name not in stopped}
     return {process_address(name): beat for name, beat in alive.items()}, stopped
 
 

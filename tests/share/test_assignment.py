@@ -250,3 +250,11 @@ async def test_farewell_of_the_last_poller_is_listed_for_some_seconds(redis_clie
     assert await known_pollers(redis_client, POOL, Skips()) == ({}, {"host:1:0a"})
     for key in (Keys(POOL).poller + last.name, Keys(POOL).pollers):
         assert 2_000 < await redis_client.pttl(key) <= 5_000
+
+
+async def test_poller_whose_heartbeat_is_unreadable_may_have_replicas(redis_client: Redis) -> None:
+    """A router that knows no replica must not take the pool for an empty one."""
+    await redis_client.sadd(Keys(POOL).pollers, "host:1:0a")
+    await redis_client.set(Keys(POOL).poller + "host:1:0a", b"\x63 a later version")
+    alive, _ = await known_pollers(redis_client, POOL, Skips())
+    assert alive["host:1"].problems
