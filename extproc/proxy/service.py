@@ -71,7 +71,7 @@ class GrpcServer:
         """Services without replicas, for unknown pools: Envoy's fallback serves their requests."""
         self._exchanges: dict[Exchange, None] = {}  # of open streams, the oldest first
         self._overload = OutageLog(logger, _REFUSES, _ACCEPTS, level=logging.ERROR)
-        self._stopping = False
+        self._was_ready = self._stopping = False
         services.metrics.open_streams.set_function(lambda: len(self._exchanges))
         keepalive_ms = round(keepalive_s * 1000)
         self._options = [
@@ -142,12 +142,12 @@ class GrpcServer:
         """Returns why the router should get no requests, or an empty string if the router is ready.
 
         A known replica suffices, even if it does not answer, or an empty pool, whose requests wait
-        for a replica. A router that loses Redis stays ready.
+        for a replica. Then the router stays ready, whether it loses Redis, pollers or replicas.
         """
         if self._stopping:
             return "stopping"
-        known = any(pool.fleet.is_known for pool in self._pools)
-        return "" if known else "no replica is known yet"
+        self._was_ready = self._was_ready or any(pool.fleet.is_known for pool in self._pools)
+        return "" if self._was_ready else "no replica is known yet"
 
     async def _report_readiness(self) -> None:
         statuses = health_pb2.HealthCheckResponse

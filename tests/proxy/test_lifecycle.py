@@ -110,6 +110,23 @@ async def test_router_is_ready_once_a_replica_is_known(logged: Logged) -> None:
     looking.cancel()
 
 
+@pytest.mark.parametrize(
+    "pollers",
+    [
+        pytest.param(None, id="without Redis"),
+        pytest.param({}, id="without pollers"),
+        pytest.param({"host:1": ["Service vllm: no answer"]}, id="without the API server"),
+    ],
+)
+def test_router_of_an_empty_pool_stays_ready(pollers: dict[str, list[str]] | None) -> None:
+    """Requests go on waiting at the router for the pool's first replica."""
+    services = build(config_of(), CollectorRegistry())
+    server, services.fleet.pollers = GrpcServer(services), {"host:1": []}
+    assert not server.unready()
+    services.fleet.pollers = pollers
+    assert not server.unready()
+
+
 async def test_drain_ends_after_drain_s(services: Services, logged: Logged) -> None:
     server = GrpcServer(services)
     async with running(server) as channel, EnvoySide(channel).stream() as stream:
