@@ -207,6 +207,8 @@ class Fleet:
                 row = self._replicas.append()
                 self.members.by_row.append(state)
             self.members.by_row[row] = ReplicaState(id=state.id, scraped_at=-inf)
+            for part in (self._replicas, self.peers, self._prefixes, self.adapters):
+                part.clear(row)
             self._replicas.write(
                 row,
                 steps=state.steps,
@@ -215,8 +217,6 @@ class Fleet:
                 stretch=1.0,
                 sampled_at=inf,
             )
-            for part in (self.peers, self._prefixes, self.adapters):
-                part.clear(row)
         self.speeds.joined(row)
         self._rows[state.id] = row
         self._compare_with_list()

@@ -9,7 +9,7 @@ from extproc.ground.clock import Clock
 from extproc.predict.correction import Corrections, FirstTokens
 from extproc.predict.inputs import FleetView, least, usual_step
 from extproc.predict.provisional import ProvisionalSpeed
-from extproc.predict.step import StepModel, profile_or_default
+from extproc.predict.step import profile_or_default
 from extproc.replica_state import ReplicaState
 
 _SHORTEST_STEP = 1e-4  # seconds; no engine steps faster, whatever was learned
@@ -43,7 +43,7 @@ class Speeds:
             self._unmeasured.pop(row, None)
         elif restarted:
             self._unmeasured[row] = ProvisionalSpeed()
-        self._set(row, state)
+        self._set_hardware(row, state)
 
     def learn_first_token(self, replica: str, usual_steps: float, seconds: float) -> None:
         """Learns the speed of a replica from a first token, unless a poll has measured the speed.
@@ -56,7 +56,7 @@ class Speeds:
         row = self._members.rows.get(replica)
         if row in self._unmeasured:
             self._unmeasured[row].observe(usual_steps, seconds)
-            self._set(row, self._members.by_row[row])
+            self._set_hardware(row, self._members.by_row[row])
 
     def learn_decode(
         self, replica: str, predicted: float, actual: float, step: float = 0.0
@@ -104,38 +104,36 @@ class Speeds:
         for column in (view.decode_step, view.c0, view.c_batch, view.c_kv):
             column[untried] *= least(decode) / decode[untried]
 
-    def _set(self, row: int, state: ReplicaState) -> None:
-        before = usual_step(self._replicas, row)
-        step = state.learned or profile_or_default(state.profile).step
+    def _set_hardware(self, row: int, state: ReplicaState) -> None:
+        """Sets a replica's step times, and its limits from its state or profile."""
+        replicas, profile = self._replicas, profile_or_default(state.profile)
+        before = usual_step(replicas, row)
+        step = state.learned or profile.step
         if row in self._unmeasured:
             step = step.slowed(self._unmeasured[row].slowness(step.usual))
-        _set_hardware(self._replicas, row, state, step)
+        c0 = max(step.c0, _SHORTEST_STEP)
+        # A profile's limits are those of one engine, and a prompt has to fit into one engine.
+        engines = max(state.engines, 1)
+        capacity = float(state.kv_tokens or profile.kv_tokens * engines)
+        replicas.write(
+            row,
+            c0=c0,
+            c_prefill=step.c_prefill,
+            c_batch=step.c_batch,
+            c_kv=step.c_kv,
+            profile_prefill=profile.step.c_prefill,
+            decode_step=replicas.decode_step.item(row) or c0,  # 0: the replica just joined
+            kv_capacity=capacity,
+            block_size=state.block_size,
+            by_priority=state.by_priority,
+            token_budget=profile.token_budget * engines,
+            longest_prompt=min(state.max_model_len or inf, capacity / engines),
+            max_num_seqs=state.max_num_seqs or max(profile.max_num_seqs * engines, state.running),
+            tokens_per_step=state.tokens_per_step,
+        )
+        replicas.decode_slowness[row] = usual_step(replicas, row) / profile.step.usual
         self.corrections.slowed(row, self._slower(row, before))
 
     def _slower(self, row: int, step: float) -> float:
         """Returns the seconds of a usual step now ÷ earlier (``step``); 1 if ``step`` is 0."""
         return usual_step(self._replicas, row) / step if step else 1.0
-
-
-def _set_hardware(replicas: Replicas, row: int, state: ReplicaState, step: StepModel) -> None:
-    """Sets a replica's step times to ``step``; its limits come from its state or profile."""
-    profile = profile_or_default(state.profile)
-    replicas.c0[row] = max(step.c0, _SHORTEST_STEP)
-    replicas.c_prefill[row] = step.c_prefill
-    replicas.c_batch[row] = step.c_batch
-    replicas.c_kv[row] = step.c_kv
-    replicas.profile_prefill[row] = profile.step.c_prefill
-    replicas.decode_slowness[row] = usual_step(replicas, row) / profile.step.usual
-    if not replicas.decode_step[row]:  # a replica that just joined
-        replicas.decode_step[row] = replicas.c0[row]
-    # A profile's limits are those of one engine, and a prompt has to fit into one engine.
-    engines = max(state.engines, 1)
-    capacity = float(state.kv_tokens or profile.kv_tokens * engines)
-    replicas.kv_capacity[row] = capacity
-    replicas.block_size[row] = state.block_size
-    replicas.by_priority[row] = state.by_priority
-    replicas.token_budget[row] = profile.token_budget * engines
-    replicas.longest_prompt[row] = min(state.max_model_len or inf, capacity / engines)
-    limit = state.max_num_seqs or max(profile.max_num_seqs * engines, state.running)
-    replicas.max_num_seqs[row] = limit
-    replicas.tokens_per_step[row] = state.tokens_per_step

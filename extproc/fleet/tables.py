@@ -58,9 +58,11 @@ class Table:
         self._indices[:, row] = figures[floats:] or 0
         return row
 
-    def write(self, row: int, **values: float) -> None:
+    def clear(self, row: int) -> None:
         self._floats[:, row] = 0.0
         self._indices[:, row] = 0
+
+    def write(self, row: int, **values: float) -> None:
         columns = self.__dict__
         for name, value in values.items():
             columns[name][row] = value
