@@ -103,9 +103,6 @@ class Condition:
             return ""
         return self.state.problem or "not healthy"
 
-    def not_ready(self) -> str:
-        return "" if self.state.ready else self.state.problem
-
     def hung_or_stalled(self, now: float, trials: bool) -> str:
         """Returns why the replica counts as hung or stalled, or an empty string.
 
@@ -114,9 +111,6 @@ class Condition:
         if is_hung(self.state):
             return f"accepts connections, but has answered nothing for {HUNG_S:g} s"
         return "" if trials and now >= self.trial_at else self.stalled
-
-    def full(self, now: float) -> str:
-        return "its engine answered that it is full" if now < self.full_until else ""
 
     def slow_start(self, requests: float) -> str:
         limit = AT_FIRST + self.ended

@@ -23,6 +23,7 @@ _STALL_CHECK_S = 1.0  # time between two checks for stalls
 _SUSPECT_S = 2 * LONGEST_EJECTION_S  # longer than the time to a failing replica's next trial
 _REMEMBERED_ROWS = 200_000  # rows of all remembered candidates: 10 MB
 _MOST_REMEMBERED = 1_000  # remembered candidates
+_FULL = "its engine answered that it is full"
 _FAILING = f"ejected: {TOLERATED} or more consecutive requests failed"
 
 _Rule = Callable[[Condition], str]  # text of the exclusion, for people; empty: none
@@ -217,12 +218,13 @@ class Eligibility:
         found = dict[str, tuple[str, str]]()
         for reason, rule in self._rules("", False, response_visible=True, trials=False):
             left = [member for name, member in self.conditions.items() if name not in found]
-            texts = [(member, text) for member in left if (text := rule(member))]
-            if len(texts) > reason.most * len(left):
-                continue
-            for member, text in texts:
-                hangs = reason is reasons.UNHEALTHY and is_hung(member.state)
-                found[member.state.id] = (reasons.STALLED if hangs else reason).name, text
+            texts = [(member.state, text) for member in left if (text := rule(member))]
+            if len(texts) <= reason.most * len(left):
+                silent = reasons.STALLED if reason is reasons.UNHEALTHY else reason
+                found |= {
+                    state.id: ((silent if is_hung(state) else reason).name, text)
+                    for state, text in texts
+                }
         return found
 
     def hung(self, after: float) -> set[str]:
@@ -341,8 +343,8 @@ class Eligibility:
             ),
             (reasons.STALLED, lambda member: member.hung_or_stalled(now, trials)),
             (reasons.FAILING, lambda member: _FAILING if ejected(member) else ""),
-            (reasons.FULL, lambda member: member.full(now)),
-            (reasons.NOT_READY, Condition.not_ready),
+            (reasons.FULL, lambda member: _FULL if now < member.full_until else ""),
+            (reasons.NOT_READY, lambda member: "" if member.state.ready else member.state.problem),
             # Last: if no other member is left, a draining member serves rather than an ejected one.
             (reasons.DRAINING, lambda member: "draining" if member.state.draining else ""),
         )
