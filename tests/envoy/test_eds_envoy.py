@@ -204,17 +204,26 @@ async def test_port_opens_once_a_replica_of_any_pool_is_known(
         assert await is_open()
 
 
-async def test_port_opens_if_pollers_find_no_replica(
+async def test_port_opens_if_pollers_read_every_source_and_find_no_replica(
     tmp_path: Path, redis_server: RedisServer, redis_client: Redis
 ) -> None:
     """A pool is scaled to zero while an instance restarts."""
     poller = Assigner(redis_client, POOL, "host:1:0a", outage(redis_client), monotonic)
     async with started(tmp_path, {"redis.url": redis_server.url}) as port:
+        is_open = listening(port)
+
+        async def is_noticed() -> bool:
+            """True once the instance has read two heartbeats of a poller that misses a source."""
+            await poller.beat([], ["Service vllm: no answer"])
+            counts = await redis_client.info("commandstats")
+            return bool(counts.get("cmdstat_mget", {"calls": 0})["calls"] >= 2)
 
         async def opens() -> bool:
             await poller.beat([])
-            return await listening(port)()
+            return await is_open()
 
+        await until(is_noticed)
+        assert not await is_open()
         await until(opens)
 
 
