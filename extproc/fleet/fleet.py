@@ -10,12 +10,7 @@ from numpy.typing import NDArray
 
 from extproc.fleet.adapters import AdapterSlots
 from extproc.fleet.announcements import OwnerMap, PromptLog, SentPrompt
-from extproc.fleet.digest import (
-    BACKLOG,
-    QUEUED,
-    REQUESTS,
-    Digest,
-)
+from extproc.fleet.digest import BACKLOG, QUEUED, REQUESTS, Digest
 from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.held_blocks import HeldBlocks
@@ -29,20 +24,12 @@ from extproc.fleet.speeds import Speeds
 from extproc.fleet.tables import Replicas, Requests
 from extproc.fleet.views import sequences_on, view_of
 from extproc.ground.clock import Clock, monotonic, wall
-from extproc.predict.inputs import (
-    Candidates,
-    Columns,
-    FleetView,
-    Indices,
-    Sequences,
-    most,
-)
+from extproc.predict.inputs import Candidates, FleetView, Indices, Sequences, most
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import NO_PREFIX, Prefix
 from extproc.request.profile import RequestProfile
 
-_VIEW_COLUMNS = len(Columns.__annotations__)
 _MAY_FIT = 2.0
 """Estimated tokens ÷ tokens that fit, up to which a prompt may fit all the same. Prose counts 1.8
 times its tokens if most prompts of the model have 2.5 bytes per token."""
@@ -467,5 +454,6 @@ class Fleet:
     def sequences(self, view: FleetView) -> Sequences:
         """Returns the sequences in flight on the candidates, valid until the fleet changes."""
         self._progress.look_ahead()
-        tables = self._replicas, self._requests
-        return sequences_on(view.rows, *tables, self.lengths, self.peers.counted)
+        return sequences_on(
+            view.rows, self._replicas, self._requests, self.lengths, self.peers.counted
+        )
