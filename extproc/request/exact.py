@@ -23,7 +23,7 @@ _UNUSUAL = (
     "documents",
     "reasoning_effort",
 )  # fields that make vLLM render a chat in ways that this module does not imitate
-_MOST_VALUES = 4_096  # messages, tools and their fields
+_MOST_VALUES = 8_192  # messages, tools and their fields
 _TEXTS = frozenset({"text", "input_text", "output_text"})
 
 T = TypeVar("T")

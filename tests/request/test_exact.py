@@ -227,18 +227,18 @@ def test_template_may_stand_in_tokenizer_config(
         {"messages": [user(TEXT[:999])], "continue_final_message": True},
         {"messages": [user(TEXT[:999])], "tools": [{"type": "web_search"}]},
         {"messages": [user(TEXT[:999])], "chat_template_kwargs": "x"},
-        {"messages": [user("a")] * 2_000},
-        {"messages": [user(TEXT[:999])], "chat_template_kwargs": {"tools": [0] * 5_000}},
+        {"messages": [user("a")] * 4_000},
+        {"messages": [user(TEXT[:999])], "chat_template_kwargs": {"tools": [0] * 9_000}},
         {
             "messages": [
                 user(TEXT[:999]),
-                {**assistant(""), "tool_calls": [{"function": {}}] * 2_000},
+                {**assistant(""), "tool_calls": [{"function": {}}] * 5_000},
             ]
         },
         {"messages": [user(TEXT * 2)]},
         {
             "messages": [user("a")],
-            "tools": [{"function": {"parameters": {str(number): {} for number in range(5_000)}}}],
+            "tools": [{"function": {"parameters": {str(number): {} for number in range(9_000)}}}],
         },
     ],
 )
