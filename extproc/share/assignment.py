@@ -36,7 +36,7 @@ class Heartbeat(Struct, array_like=True, frozen=True):
 
 
 HEARTBEAT = EnvelopeKind("heartbeat", Heartbeat)
-_UNREADABLE = Heartbeat((), ("its sources: its heartbeat has an unknown format",))
+_UNREADABLE = Heartbeat((), ("any source: its heartbeat cannot be read",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,7 @@ async def known_pollers(
     redis: Redis, pool: str, skips: Skips
 ) -> tuple[dict[str, Heartbeat], set[str]]:
     """Returns the heartbeats of a pool's living pollers, by ``host:port``, and the names of the
-    pollers that shut down within the last 5 s. An unreadable heartbeat lists no replica, and its
-    problem says so."""
+    pollers that shut down within the last 5 s. An unreadable heartbeat counts as a problem."""
     keys = Keys(pool)
     found: Any = await in_time(redis.smembers(keys.pollers))
     names = sorted(map(str_if_bytes, found))
