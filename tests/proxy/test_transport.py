@@ -113,7 +113,6 @@ async def test_reset_stream_leaks_no_memory(services: Services) -> None:
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs SCHED_BATCH")
 
 
-@linux
 def test_all_addresses_need_no_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a kernel without IPv6, gRPC listens on IPv4."""
     create = socket.socket
@@ -129,6 +128,7 @@ def test_all_addresses_need_no_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
         require_address("[::1]:0", "serve")
 
 
+@linux
 def test_batch_scheduling_covers_only_new_threads() -> None:
     ended = Event()
     policies = []
