@@ -5,7 +5,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
 
 import grpc
 
@@ -31,24 +30,16 @@ def open_port(
 def require_address(address: str, section: str) -> None:
     """Raises what :func:`open_port` would raise now, without listening."""
     host, port = split_address(address)
-    wanted = None if host in ("0.0.0.0", "::") else host  # gRPC takes either for both families
+    wanted = "0.0.0.0" if host == "::" else host  # gRPC takes either for both families
     try:
-        *others, last = socket.getaddrinfo(
-            wanted, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        for found in others:  # one address suffices, as for gRPC
-            with suppress(OSError):
-                return _bind(*found)
-        _bind(*last)
+        found = socket.getaddrinfo(wanted, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, first = found[0]  # the resolver puts unusable addresses last
+        with socket.socket(family, kind, protocol) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(first)
     except OSError as error:
         text = f"cannot listen for Envoy on {address} ({section}.listen): {error.strerror}"
         raise OSError(text) from None
-
-
-def _bind(family: int, kind: int, protocol: int, _: str, address: Any) -> None:
-    with socket.socket(family, kind, protocol) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        trial.bind(address)
 
 
 def credentials_of(settings: MutualTlsSettings, section: str) -> grpc.ServerCredentials | None:
