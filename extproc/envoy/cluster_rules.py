@@ -52,14 +52,6 @@ def _starts_late(cluster: Node, _: EnvoyFile) -> bool:
     )
 
 
-def _merges_addresses(cluster: Node, file: EnvoyFile) -> str:
-    """Return what keeps a cluster from having a member for each address; empty: it has them."""
-    if any(dns["all_addresses_in_single_endpoint"] for dns in file.all(_DNS, cluster)):
-        return "a DnsCluster with all_addresses_in_single_endpoint"
-    kind = str(cluster["type"])
-    return kind if kind in ("LOGICAL_DNS", "ORIGINAL_DST") and not destination(cluster) else ""
-
-
 def _members(file: EnvoyFile, cluster: Node) -> list[tuple[str, int]]:
     """Return host and port of each member that the file lists for a cluster.
 
@@ -179,7 +171,14 @@ CLUSTER_RULES = (
         "Write fallback_policy with envoy.load_balancing_policies.least_request"),
     Rule("members_are_addresses", Level.ERROR, lambda file: file.replica_clusters,
         "Every member of the replicas' cluster has its own ip:port.",
-        _merges_addresses,
+        lambda cluster, file: (
+            any(dns["all_addresses_in_single_endpoint"] for dns in file.all(_DNS, cluster))
+            and "a DnsCluster with all_addresses_in_single_endpoint"
+        ) or (
+            cluster["type"] in ("LOGICAL_DNS", "ORIGINAL_DST")
+            and not destination(cluster)
+            and cluster["type"]
+        ),
         "cluster {node[name]!r} is {}: the ip:port that the router names is not a member "
         "of it, and Envoy ignores the choice. Write type: STRICT_DNS, STATIC or EDS"),
     Rule("placeholder_is_replaced", Level.ERROR,
