@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.close(file)
     # Else Linux drops the signal if this process is a container's first, and has no handler yet.
     with suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # 128 + SIGTERM, as shells count
+        # 128 + SIGTERM, as shells count. Python would drop a SystemExit in a weakref's callback.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
     if isinstance(sys.stdout, TextIOWrapper):  # None if closed
         sys.stdout.reconfigure(errors="replace")  # "?" for what the terminal's encoding lacks
     try:

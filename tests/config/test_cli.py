@@ -277,6 +277,25 @@ def test_command_handles_sigterm_before_its_service_runs(tmp_path: Path) -> None
     assert (process.returncode, errors) == (143, "")
 
 
+@pytest.mark.process
+def test_sigterm_during_a_callback_ends_the_command() -> None:
+    """Imports run callbacks of weak references, whose exceptions Python only prints."""
+    program = """
+import signal, weakref
+from extproc import cli
+
+def run(_):
+    thing = {0}
+    seen = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGTERM))
+    del thing
+    return 0
+
+cli._run = run
+cli.main()
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 143
+
+
 ADDRESSES = ("serve.listen", "serve.admin", "poll.admin", "eds.listen")
 
 
