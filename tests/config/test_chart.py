@@ -146,6 +146,8 @@ async def test_host_with_port_leads_to_its_pool(tmp_path: Path) -> None:
          "kubernetes"),
         ({"config": None}, "missing property 'config'"),  # all lines below `config:` are comments
         ({"pools": None}, "missing property 'pools'"),
+        ({"envoy": None}, "missing property 'envoy'"),
+        ({"router": {"autoscaling": None}}, "missing property 'autoscaling'"),
         ({"image": "extproc"}, "image"),
         ({"fullnameOverride": "x" * 50}, "maxLength"),
         ({"envoy": {"service": {"type": "Loadbalancer"}}}, "type"),
