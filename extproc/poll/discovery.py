@@ -168,11 +168,7 @@ class _ReplicasFile:
         self._file = WatchedFiles("replicas file", partial(read_replicas, path), path)
         self._read = SlowCall(partial(in_daemon_thread, self._file.if_changed), timeout_s)
         self.outage = self._file.outage
-
-    @property
-    def replicas(self) -> tuple[ReplicaSource, ...] | None:
-        """Replicas of the last read that succeeded; None: none has yet."""
-        return getattr(self._file, "content", None)
+        self.replicas: tuple[ReplicaSource, ...] | None = None  # None: no read has succeeded yet
 
     async def read(self) -> tuple[ReplicaSource, ...]:
         """Returns the listed replicas; those of the last read if the file cannot be used."""
@@ -180,6 +176,7 @@ class _ReplicasFile:
             await self._read.result()
         except TimeoutError as error:
             self.outage.failed(error)
+        self.replicas = getattr(self._file, "content", None)
         return self.replicas or ()
 
 
