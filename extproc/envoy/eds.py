@@ -68,7 +68,7 @@ async def run_eds(config: Config) -> None:
                 _follow(reader, pool, members, server)
                 for reader, (pool, members) in zip(readers, pools.items(), strict=True)
             ),
-            *(_notice_empty(redis, pool, server.known) for pool, redis in stores.items()),
+            *(notice_empty(redis, pool, Skips(), server.known) for pool, redis in stores.items()),
             _drop_stale(pools, server),
             _serve(readers, server, config.eds.listen),
         )
@@ -83,9 +83,8 @@ async def _follow(
                 server.put(pool, partial(load_assignment, pool, members.current))
 
 
-async def _notice_empty(redis: Redis, pool: str, known: asyncio.Event) -> None:
+async def notice_empty(redis: Redis, pool: str, skips: Skips, known: asyncio.Event) -> None:
     """Set ``known`` if living pollers read every source of the pool and found no replica."""
-    skips = Skips()
     while not known.is_set():
         with suppress(RedisError, OSError):
             pollers, _ = await known_pollers(redis, pool, skips)
