@@ -68,7 +68,7 @@ async def run_eds(config: Config) -> None:
                 _follow(reader, pool, members, server)
                 for reader, (pool, members) in zip(readers, pools.items(), strict=True)
             ),
-            *(notice_empty(redis, pool, Skips(), server.known) for pool, redis in stores.items()),
+            *(_notice_empty(redis, pool, Skips(), server.known) for pool, redis in stores.items()),
             _drop_stale(pools, server),
             _serve(readers, server, config.eds.listen),
         )
@@ -83,7 +83,7 @@ async def _follow(
                 server.put(pool, partial(load_assignment, pool, members.current))
 
 
-async def notice_empty(redis: Redis, pool: str, skips: Skips, known: asyncio.Event) -> None:
+async def _notice_empty(redis: Redis, pool: str, skips: Skips, known: asyncio.Event) -> None:
     """Set ``known`` if living pollers read every source of the pool and found no replica."""
     while not known.is_set():
         with suppress(RedisError, OSError):

@@ -163,8 +163,7 @@ class Fleet:
     @property
     def is_known(self) -> bool:
         """True if a replica is known, or if living pollers read every source and found none."""
-        unread = any((self.pollers or {}).values())
-        return bool(self.members) or (self.is_empty and not unread)
+        return bool(self.members) or (self.is_empty and not any((self.pollers or {}).values()))
 
     def _compare_with_list(self) -> None:
         if self._listed and self._rows.keys() >= self._listed:

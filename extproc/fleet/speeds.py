@@ -70,8 +70,7 @@ class Speeds:
             step: seconds of a usual step when ``predicted`` was computed; 0: the same as now.
         """
         if (row := self._members.rows.get(replica)) is not None:
-            slower = self._slower(row, step)
-            self.corrections.observe(row, predicted, actual, self._clock(), slower)
+            self.corrections.observe(row, predicted, actual, self._clock(), self._slower(row, step))
 
     def refresh(self, now: float) -> None:
         """Computes the ratios of actual to predicted decode time anew, if they are due."""

@@ -122,8 +122,10 @@ class GrpcServer:
                 self.end_hung()
             elif ready := not self.unready():
                 await self._report_readiness()
-                extra = {"mode": self._settings.mode, "share": self._settings.share}
-                logger.info("router ready: it knows the replicas", extra=extra)
+                logger.info(
+                    "router ready: it knows the replicas",
+                    extra={"mode": self._settings.mode, "share": self._settings.share},
+                )
 
     async def stop(self, drain_s: float) -> None:
         """Stops the server; open streams have ``drain_s`` seconds to end.

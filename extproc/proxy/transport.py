@@ -32,14 +32,17 @@ def require_address(address: str, section: str) -> None:
     host, port = split_address(address)
     wanted = "0.0.0.0" if host == "::" else host  # gRPC takes either for both families
     try:
-        found = socket.getaddrinfo(wanted, port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, first = found[0]  # the resolver puts unusable addresses last
+        # The resolver puts unusable addresses last.
+        family, kind, protocol, _, first = socket.getaddrinfo(
+            wanted, port, type=socket.SOCK_STREAM
+        )[0]
         with socket.socket(family, kind, protocol) as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind(first)
     except OSError as error:
-        text = f"cannot listen for Envoy on {address} ({section}.listen): {error.strerror}"
-        raise OSError(text) from None
+        raise OSError(
+            f"cannot listen for Envoy on {address} ({section}.listen): {error.strerror}"
+        ) from None
 
 
 def credentials_of(settings: MutualTlsSettings, section: str) -> grpc.ServerCredentials | None:

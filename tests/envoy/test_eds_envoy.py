@@ -1,6 +1,5 @@
 """A real Envoy gets its replicas by EDS, and listeners and clusters from watched files."""
 
-import asyncio
 import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -18,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.asyncio import Redis
 
 from extproc.config import MutualTlsSettings
-from extproc.envoy.eds import load_assignment, notice_empty
+from extproc.envoy.eds import load_assignment
 from extproc.envoy.eds_server import METHOD, SERVICE, EdsServer
 from extproc.ground.clock import monotonic
 from extproc.lab.harness.envoy_config import endpoints, socket_address
@@ -26,7 +25,6 @@ from extproc.lab.harness.processes import Process, flags, free_port, listening
 from extproc.replica_state import ReplicaState
 from extproc.share.assignment import Assigner
 from extproc.share.connection import connect, outage
-from extproc.share.envelope import Skips
 from extproc.share.replicas import StateWriter
 from tests.certificates import Authority
 from tests.conftest import Logged, RedisServer
@@ -37,7 +35,7 @@ from tests.envoy.test_eds import request, response
 from tests.envoy.test_envoy import post, replica
 from tests.envoy.watched_files import bootstrap, split
 from tests.share.servers import Proxy, proxied
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
@@ -227,21 +225,6 @@ async def test_port_opens_if_pollers_read_every_source_and_find_no_replica(
         await until(is_noticed)
         assert not await is_open()
         await until(opens)
-
-
-async def test_pool_with_an_unread_source_does_not_count_as_empty(
-    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("extproc.envoy.eds._CHECK_EVERY_S", 0.01)
-    poller = Assigner(redis_client, POOL, "host:1:0a", outage(redis_client), monotonic)
-    await poller.beat([], ["vllm: no name server answers"])
-    known = asyncio.Event()
-    noticing = asyncio.create_task(notice_empty(redis_client, POOL, Skips(), known))
-    await asyncio.sleep(0.2)
-    assert not known.is_set()
-    await poller.beat([])
-    await asyncio.wait_for(noticing, PATIENCE_S)
-    assert known.is_set()
 
 
 async def test_each_pool_is_a_resource_of_eds(
