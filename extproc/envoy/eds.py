@@ -68,7 +68,7 @@ async def run_eds(config: Config) -> None:
                 _follow(reader, pool, members, server)
                 for reader, (pool, members) in zip(readers, pools.items(), strict=True)
             ),
-            *(_notice_empty(redis, pool, Skips(), server.known) for pool, redis in stores.items()),
+            *(_notice_empty(redis, pool, pools[pool], server) for pool, redis in stores.items()),
             _drop_stale(pools, server),
             _serve(readers, server, config.eds.listen),
         )
@@ -83,13 +83,16 @@ async def _follow(
                 server.put(pool, partial(load_assignment, pool, members.current))
 
 
-async def _notice_empty(redis: Redis, pool: str, skips: Skips, known: asyncio.Event) -> None:
-    """Set ``known`` if living pollers read every source of the pool and found no replica."""
-    while not known.is_set():
+async def _notice_empty(redis: Redis, pool: str, members: "PoolMembers", server: EdsServer) -> None:
+    """Tell Envoy of a pool without replicas, once living pollers have read every source of it and
+    found none. Otherwise an Envoy that starts would wait for the pool's replicas."""
+    skips = Skips()
+    while not members.current:
         with suppress(RedisError, OSError):
             pollers, _ = await known_pollers(redis, pool, skips)
             if pollers and not any(each.replicas or each.problems for each in pollers.values()):
-                known.set()
+                server.put(pool, partial(load_assignment, pool, members.current))
+                return
         await asyncio.sleep(_CHECK_EVERY_S)
 
 

@@ -88,8 +88,11 @@ class Speeds:
         """Returns the indices of idle candidates whose speed no poll has measured."""
         if not self._unmeasured:
             return []
-        idle = (view.requests == 0.0).nonzero()[0].tolist()
-        return [at for at in idle if view.rows.item(at) in self._unmeasured]
+        return [
+            at
+            for at in (view.requests == 0.0).nonzero()[0].tolist()
+            if view.rows.item(at) in self._unmeasured
+        ]
 
     def favour_untried(self, view: FleetView) -> None:
         """Assumes that untried candidates are as fast, relative to their profiles, as the fastest

@@ -23,8 +23,9 @@ _VIEW_COLUMNS = len(Columns.__annotations__)
 def view_of(candidates: Candidates, table: Replicas, peers_count: bool) -> FleetView:
     """Returns the candidates with their figures. ``peers_count``: add the load of the peers."""
     rows = candidates.rows
-    columns = table.copy(_VIEW_COLUMNS, None if len(rows) == len(table) else rows)
-    view = FleetView(candidates, columns)
+    view = FleetView(
+        candidates, table.copy(_VIEW_COLUMNS, None if len(rows) == len(table) else rows)
+    )
     view.taken = view.kv_used + view.joining + view.external_backlog
     if peers_count:
         view.requests += table.peers[REQUESTS][rows]

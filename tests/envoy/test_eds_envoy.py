@@ -225,6 +225,13 @@ async def test_port_opens_if_pollers_read_every_source_and_find_no_replica(
         await until(is_noticed)
         assert not await is_open()
         await until(opens)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
+            await call.write(request(POOL))
+            (resource,) = (await response(call)).resources
+        assert not any(
+            each.lb_endpoints for each in ClusterLoadAssignment.parse(resource.value).endpoints
+        )
 
 
 async def test_each_pool_is_a_resource_of_eds(
