@@ -172,10 +172,9 @@ CLUSTER_RULES = (
     Rule("members_are_addresses", Level.ERROR, lambda file: file.replica_clusters,
         "Every member of the replicas' cluster has its own ip:port.",
         lambda cluster, file: (
-            any(dns["all_addresses_in_single_endpoint"] for dns in file.all(_DNS, cluster))
-            and "a DnsCluster with all_addresses_in_single_endpoint"
-        ) or (
-            cluster["type"] in ("LOGICAL_DNS", "ORIGINAL_DST")
+            "a DnsCluster with all_addresses_in_single_endpoint"
+            if any(dns["all_addresses_in_single_endpoint"] for dns in file.all(_DNS, cluster))
+            else cluster["type"] in ("LOGICAL_DNS", "ORIGINAL_DST")
             and not destination(cluster)
             and cluster["type"]
         ),

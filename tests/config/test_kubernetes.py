@@ -142,7 +142,7 @@ def test_probes_use_the_admin_port(config: Config) -> None:
 
 
 def test_eds_that_knows_no_replica_is_not_ready_and_not_restarted() -> None:
-    """Its port is closed until then, for example after an upgrade to a wrong ``redis.url``."""
+    """The port of eds is closed until then, as after an upgrade to a wrong ``redis.url``."""
     probes = {name: value for name, value in container(part("eds")).items() if "Probe" in name}
     assert probes == {"readinessProbe": {"tcpSocket": {"port": "grpc"}, "periodSeconds": 1}}
 
