@@ -87,7 +87,7 @@ class _Cache:
         A replica that reports almost no hits loses trust, because its cache is probably off. A
         replica that reports a fifth of the expected hits probably has a cache that is too small.
         Such a replica keeps full trust: with less trust its conversations would move to other
-        replicas, and displace the conversations in those caches. ``docs/results.md`` compares this
+        replicas, and displace the conversations in those caches. ``docs/tried.md`` compares this
         with ``reported / expected``.
         """
         if expected > 0.0:
