@@ -38,6 +38,14 @@ _Series = dict[str, list[str]]
 class ScrapeError(Exception):
     """A scrape failed: no answer, or an answer that no healthy vLLM gives."""
 
+    def __init__(
+        self, problem: str, *, silent: bool = False, connected: bool = True, refused: bool = False
+    ) -> None:
+        super().__init__(problem)
+        self.silent = silent  # the replica, or its machine, did not answer in time
+        self.connected = connected  # False: the replica's process or its machine is down
+        self.refused = refused  # the machine refused the connection: no process listens
+
 
 class PageFigures(EngineFigures, frozen=True, kw_only=True):
     """All figures of a page, including figures that only the estimator of step times needs."""
@@ -78,11 +86,8 @@ class PageFigures(EngineFigures, frozen=True, kw_only=True):
 
 
 def read_metrics(page: bytes) -> PageFigures:
-    """Reads the text of a ``/metrics`` page.
-
-    Raises:
-        ScrapeError: the page is not vLLM's, or has a value that no vLLM reports.
-    """
+    """Reads a ``/metrics`` page; raises ScrapeError if the page is not vLLM's, or has a value that
+    no vLLM reports."""
     shortened = bytearray(b"\n" + page)
     drop_old_adapter_sets(shortened)
     text = shortened.decode(errors="replace")
@@ -132,11 +137,8 @@ def drop_old_adapter_sets(page: bytearray) -> None:
     """Removes from a page, or its first part, all lines of LoRA adapters except the latest.
 
     vLLM keeps a line for each set of adapters that ever ran together, and for each order of the
-    set: up to megabytes. The value of a line is the time when the set last ran.
-
-    Raises:
-        ScrapeError: a line has no valid value.
-    """
+    set: up to megabytes. The value of a line is the time when the set last ran. Raises ScrapeError
+    if a line has no valid value."""
     last = page.rfind(_SET)  # may be incomplete
     if (begin := page.find(_SET, 0, max(last, 0))) >= 0:
         _, *sets = page[begin:last].split(_SET)
@@ -198,8 +200,7 @@ def _kv_cache(configs: list[str]) -> tuple[int, int]:
 
 
 def _adapters(series: _Series) -> tuple[int, tuple[str, ...]]:
-    """Returns the number of adapters that a batch may have (0: unknown), and the adapters in
-    use."""
+    """Returns the most adapters that a batch may have (0: unknown), and the adapters in use."""
     line = max(series.get(_ADAPTERS, ()), key=lambda line: _value(_ADAPTERS, line), default="")
     names = [_label(f"{state}_lora_adapters", line) for state in ("running", "waiting")]
     used = dict.fromkeys(name for listed in names for name in listed.split(",") if name)

@@ -21,14 +21,7 @@ from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.kv_stream import KvStream
 from extproc.poll.metrics_text import PageFigures, ScrapeError
 from extproc.poll.models import Models
-from extproc.poll.scrape import (
-    PollMetrics,
-    RefusedError,
-    SilentError,
-    UnreachableError,
-    responds,
-    scrape,
-)
+from extproc.poll.scrape import PollMetrics, responds, scrape
 from extproc.predict.estimator import Estimator, FleetPrior
 from extproc.predict.step import hardware_profile
 from extproc.replica_state import TTL_S, EngineFigures, ReplicaState, checked
@@ -91,7 +84,6 @@ class PolledReplica:
         self._figures: PageFigures | None = None
         self._health_asked_at = -inf
         self._silent_scrapes = 0  # consecutive
-        self._profile = hardware_profile(target.profile)
         self._estimator: Estimator | None = None  # None: this process was not scraped yet
         self._models = Models(context.session, target, self._listed)
         blocks = KvBlocks(context.random, monotonic)
@@ -159,7 +151,8 @@ class PolledReplica:
             self._models.restart()
             self._estimator = None
         if self._estimator is None:
-            expected = self._profile.expected_step(figures.kv_tokens / figures.engines)
+            profile = hardware_profile(self.target.profile)
+            expected = profile.expected_step(figures.kv_tokens / figures.engines)
             self._estimator = Estimator(expected, before.learned if before.measured else None)
         if seconds <= self._settings.timeout_s:
             self._context.metrics.good.inc()
@@ -175,11 +168,7 @@ class PolledReplica:
         return max(0.0, self._settings.interval_s * (1 + spread) - spent)
 
     def _succeeded(
-        self,
-        figures: PageFigures,
-        before: ReplicaState,
-        estimator: Estimator,
-        seconds: float,
+        self, figures: PageFigures, before: ReplicaState, estimator: Estimator, seconds: float
     ) -> None:
         if not self.state.healthy:
             log.info("replica became healthy", extra={"replica": self.target.title})
@@ -206,29 +195,28 @@ class PolledReplica:
             self._estimator.interrupted()
         self._context.prior.report(self.target.id, None)
         self._kv_stream.invalidate()
-        is_silent = isinstance(error, SilentError)
-        self._silent_scrapes = self._silent_scrapes + 1 if is_silent else 0
+        self._silent_scrapes = self._silent_scrapes + 1 if error.silent else 0
         if self.state.healthy and 0 < self._silent_scrapes < _SILENT_SCRAPES:
             self._publish(self.state)  # unchanged, to show routers that the poller is alive
             return
         problem = str(error)
-        if is_silent and self.state.unanswered_s and not isinstance(error, UnreachableError):
+        if error.silent and error.connected and self.state.unanswered_s:
             problem = _HANGS
         if self.state.healthy or self.state.problem == _NOT_SCRAPED:
             log.warning(
                 "replica became unhealthy: routers avoid it until a scrape succeeds",
                 extra={"replica": self.target.title, "problem": problem},
             )
-        if isinstance(error, UnreachableError):
+        if not error.connected:
             self._models.restart()  # the next process may serve other models
-        if not is_silent:
+        if not error.silent:
             self._stop_counting_silence()
         self._update(
             healthy=False,
             problem=problem,
             kv_update=None,
-            refuses=isinstance(error, RefusedError),
-            unanswered_s=self.state.unanswered_s if is_silent else 0.0,
+            refuses=error.refused,
+            unanswered_s=self.state.unanswered_s if error.silent else 0.0,
         )
 
     async def _count_silence(self, due_s: float) -> None:

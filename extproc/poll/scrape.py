@@ -70,22 +70,6 @@ class PollMetrics:
         self._skipped.labels(reason).inc(number)
 
 
-class UnreachableError(ScrapeError):
-    """No connection to the replica: its process or its machine is down."""
-
-
-class RefusedError(UnreachableError):
-    """The replica's machine refused the connection: no process listens."""
-
-
-class SilentError(ScrapeError):
-    """The replica, or its machine, did not answer in time."""
-
-
-class VanishedError(UnreachableError, SilentError):
-    """The replica's machine neither accepts nor refuses the connection."""
-
-
 def open_session(timeout_s: float) -> aiohttp.ClientSession:
     """Returns a session with persistent connections; the caller closes the session."""
     return aiohttp.ClientSession(
@@ -99,15 +83,8 @@ def open_session(timeout_s: float) -> aiohttp.ClientSession:
 
 
 async def scrape(session: aiohttp.ClientSession, replica: str, health: bool = True) -> PageFigures:
-    """Requests a replica's ``/metrics`` and, with ``health``, ``/health`` at the same time.
-
-    Args:
-        session: from :func:`open_session`.
-        replica: ``ip:port``.
-
-    Raises:
-        ScrapeError: a request failed.
-    """
+    """Requests ``/metrics`` of the replica at ``ip:port`` and, with ``health``, ``/health`` at the
+    same time; raises ScrapeError if a request fails."""
     paths = _SCRAPED if health else _SCRAPED[:1]
     async with started(*(get(session, replica, path) for path in paths)) as requests:
         page, *_ = await asyncio.gather(*requests)
@@ -129,7 +106,7 @@ async def _responds(session: aiohttp.ClientSession, replica: str, path: str) -> 
         async with _answer(session, replica, path):
             return True
     except ScrapeError as error:
-        return not isinstance(error, SilentError)
+        return not error.silent
 
 
 async def get(session: aiohttp.ClientSession, replica: str, path: str) -> bytes:
@@ -158,13 +135,14 @@ async def _answer(
                 raise ScrapeError(f"{path} answered {response.status}")
             yield response
     except aiohttp.ConnectionTimeoutError:
-        raise VanishedError("cannot connect: timed out") from None
+        raise ScrapeError("cannot connect: timed out", silent=True, connected=False) from None
     except TimeoutError:
-        raise SilentError(f"{path} did not {verb} within {session.timeout.total:g} s") from None
+        problem = f"{path} did not {verb} within {session.timeout.total:g} s"
+        raise ScrapeError(problem, silent=True) from None
     except aiohttp.ClientConnectorError as error:
+        problem = f"cannot connect: {_reason(error.os_error)}"
         refused = isinstance(error.os_error, ConnectionRefusedError)
-        kind = RefusedError if refused else UnreachableError
-        raise kind(f"cannot connect: {_reason(error.os_error)}") from None
+        raise ScrapeError(problem, connected=False, refused=refused) from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise ScrapeError(f"{path} failed: {_reason(error)}") from None
 

@@ -10,12 +10,7 @@ from aiohttp import ClientSession, web
 from extproc.lab.harness.processes import free_port
 from extproc.poll.metrics_text import ScrapeError
 from extproc.poll.models import read_models, takes_priority
-from extproc.poll.scrape import (
-    SilentError,
-    open_session,
-    responds,
-    scrape,
-)
+from extproc.poll.scrape import open_session, responds, scrape
 from tests.poll.replica import (
     Handler,
     ScriptedReplica,
@@ -137,8 +132,9 @@ async def test_machine_that_accepts_no_connection_does_not_respond() -> None:
         with socket.create_connection(address):
             async with open_session(0.4) as session:
                 replica = f"127.0.0.1:{address[1]}"
-                with pytest.raises(SilentError, match="cannot connect: timed out"):
+                with pytest.raises(ScrapeError, match="cannot connect: timed out") as failure:
                     await scrape(session, replica)
+                assert failure.value.silent
                 assert not await responds(session, replica)
 
 
