@@ -34,8 +34,7 @@ def scraped_state(
         base: fields that no scrape changes.
         before: state after the last scrape; its list of models is kept. None: the process has
             restarted.
-        figures: figures of this scrape.
-        others: further fields, which replace those of ``figures``.
+        others: fields that replace those of ``figures``.
     """
     before = before or ReplicaState(id=base.id)
     most = max(before.most_running, figures.running)

@@ -36,8 +36,7 @@ class Destination:
         return Assignment(frozenset(replicas))
 
     async def last_states(self, replicas: Collection[str]) -> Mapping[str, ReplicaState]:
-        """Returns the last states that any poller wrote for these replicas. Replicas without
-        a state are missing."""
+        """Returns the last state that any poller wrote for each of these replicas, if any."""
         return {}
 
     async def blocks_changed(self, replica: str, blocks: KvBlocks) -> None:

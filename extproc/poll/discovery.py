@@ -86,8 +86,8 @@ class Discovery:
         self._watches: dict[KubernetesPods, KubernetesWatch] = {}
 
     async def targets(self) -> tuple[Target, ...]:
-        """Looks up and returns the replicas. An address of several sources belongs to the first
-        source that does not drain it, or else to the first."""
+        """Looks up the replicas. Of an address's sources, the first that does not drain it counts;
+        if all drain it, the first."""
         sources = (*self._sources, *(await self._file.read() if self._file else ()))
         names = {source.host_and_port[0] for source in sources if not source.kubernetes}
         self._hosts = {name: self._hosts.get(name) or self._new_host(name) for name in names}
@@ -114,8 +114,7 @@ class Discovery:
         return file + [str(wanted) for wanted, watch in self._watches.items() if not watch.listed]
 
     def problems(self) -> dict[str, str]:
-        """Returns the names, Kubernetes sources and replicas file that could not be read, with
-        the reasons."""
+        """Returns why names, Kubernetes sources and the replicas file could not be read."""
         problems = {name: host.outage.problem for name, host in self._hosts.items()}
         problems |= {str(wanted): watch.problem for wanted, watch in self._watches.items()}
         if self._file:
@@ -181,21 +180,14 @@ class _ReplicasFile:
 
 
 def names_replicas(config: Config) -> bool:
-    """Returns True if the configuration names a replica or a file of replicas.
-
-    Raises:
-        ValueError: from :func:`require_client`.
-    """
+    """Returns True if the configuration names a replica or a file of replicas; raises ValueError
+    from :func:`require_client`."""
     require_client(config)
     return any(pool.replicas or pool.replicas_file for pool in config.each_pool)
 
 
 def require_client(config: Config) -> None:
-    """Checks that the Kubernetes client is installed, if any source needs it.
-
-    Raises:
-        ValueError: a source needs lightkube, which is not installed.
-    """
+    """Raises ValueError if a source needs the Kubernetes client, which is not installed."""
     sources = (source for pool in config.each_pool for source in pool.replicas)
     if any(source.kubernetes for source in sources) and find_spec("lightkube") is None:
         raise ValueError(
@@ -209,8 +201,7 @@ def read_replicas(path: Path) -> tuple[ReplicaSource, ...]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file has another form, or needs a package that is missing; the message is
-            one line.
+        ValueError: the file has another form, or needs a missing package; the message is one line.
     """
     listed = read_yaml(path)
     if not isinstance(listed, list):

@@ -92,8 +92,7 @@ class Health:
         self._pools[pool] = assigner, unread
 
     def live(self) -> str:
-        """Returns the reason why the process has to be restarted: pools whose heartbeats have
-        stopped."""
+        """Returns why the process has to be restarted: heartbeats of pools have stopped."""
         now = self._clock()
         return "; ".join(
             f"pool {pool}: no heartbeat for {now - assigner.beat_at:.0f} s"
@@ -131,9 +130,6 @@ class IntoRedis(Destination):
 
     Scrapes soon replace states that Redis lost. While the poller's heartbeat has lapsed, nothing is
     written, because another poller may have newer states.
-
-    Args:
-        name: name of the poller, unique among pollers.
     """
 
     def __init__(self, redis: Redis, config: Config, name: str, skips: Skips | None = None) -> None:

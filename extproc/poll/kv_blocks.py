@@ -62,8 +62,7 @@ class KvBlocks:
         self.reset(complete=False)
 
     def reset(self, complete: bool) -> None:
-        """Forgets all blocks. ``complete``: True: the replica holds no block; False: its blocks
-        are unknown."""
+        """Forgets all blocks. ``complete``: the replica holds none; else its blocks are unknown."""
         self._keys: dict[int, int] = {}  # by hash
         # By hash, the copies of a block: sequences computed at the same time do not share blocks.
         self._copies: dict[int, int] = {}
@@ -89,8 +88,7 @@ class KvBlocks:
         return msgspec.msgpack.encode(saved)
 
     def restore(self, data: bytes) -> Mark | None:
-        """Restores the blocks from the result of :meth:`dump`. Returns the mark, or None if
-        ``data`` is no dump."""
+        """Restores the blocks and returns the mark of a :meth:`dump`; None: ``data`` is no dump."""
         try:
             saved = msgspec.msgpack.decode(data, type=_Saved)
             parts = (unpack(bytes, part).tolist() for part in (saved.hashes, saved.keys))

@@ -49,11 +49,7 @@ _FIELDS: dict[Any, Any] = {
 
 
 def read_batch(data: bytes) -> Iterable[Event]:
-    """Reads the events of a batch; skips unknown kinds.
-
-    Raises:
-        ValueError: ``data`` is not a batch.
-    """
+    """Reads the events of a batch, except unknown kinds; raises ValueError for other data."""
     try:
         return _USUAL.decode(data)[1]
     except (ValueError, RecursionError):

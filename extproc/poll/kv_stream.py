@@ -77,8 +77,7 @@ class KvStream:
         return self._blocks.number if self._is_checked and self._blocks.complete else None
 
     def resend_all(self) -> None:
-        """Schedules a whole update for routers and a save of all blocks, because Redis may have
-        lost both."""
+        """Schedules a whole update and a save of all blocks, because Redis may have lost both."""
         self._blocks.resend_all()
         self._saved_at = -math.inf
 
@@ -135,11 +134,7 @@ class KvStream:
 
     async def _catch_up(self) -> bool:
         """Applies a replay from the last applied batch on; returns False if the caller has to call
-        again.
-
-        Raises:
-            zmq.Again: no answer within ``_ANSWER_S``.
-        """
+        again. Raises zmq.Again without an answer within ``_ANSWER_S``."""
         last = self._last or _BEFORE_ALL
         async with aclosing(self._replayed(max(last.number, 0))) as batches:
             first = await anext(batches)
@@ -168,8 +163,7 @@ class KvStream:
         self._apply(first)
 
     def _receive(self, batch: "_Batch") -> bool:
-        """Applies a batch that follows the last applied batch; returns False if an earlier batch is
-        missing."""
+        """Applies the batch if it is the next; returns False if an earlier batch is missing."""
         if self._last is None:
             return False
         following = self._last.number + 1
@@ -190,8 +184,7 @@ class KvStream:
         self._blocks.reset(complete=False)
 
     async def _replayed(self, first: int) -> AsyncGenerator["_Batch"]:
-        """Yields the batches that the replica still has, from number ``first`` on, and then the end
-        of the replay."""
+        """Yields the batches that the replica still has from number ``first`` on, then the end."""
         with self._socket(zmq.DEALER, self._replay_url, _UNBOUNDED) as socket:
             socket.rcvtimeo = round(_ANSWER_S * 1000)
             await socket.send_multipart((b"", first.to_bytes(_NUMBER_BYTES, "big")))

@@ -26,10 +26,7 @@ _TAKES_PRIORITY = 0, 11  # first version of vLLM that accepts ``priority``
 class Models:
     """Reads the models of one replica in a separate task, so that a slow answer delays no scrape.
 
-    Args:
-        session: result of :func:`~extproc.poll.scrape.open_session`.
-        target: the replica.
-        listed: called with fields of a ``ReplicaState`` after each read.
+    ``listed`` is called with fields of a ``ReplicaState`` after each read.
     """
 
     def __init__(
@@ -89,11 +86,7 @@ class _ModelList(BaseModel):
 
 async def read_models(session: aiohttp.ClientSession, replica: str) -> dict[str, Any]:
     """Requests the models of the replica at ``ip:port``; returns fields of its state, none if the
-    replica lists no model.
-
-    Raises:
-        ScrapeError: the replica does not list its models.
-    """
+    replica lists no model. Raises ScrapeError if the answer is no list of models."""
     body = await get(session, replica, "/v1/models")
     try:
         models = _ModelList.model_validate_json(body).data

@@ -41,7 +41,6 @@ class Reflector:
     renews them.
 
     Args:
-        kind: class of the objects.
         selection: ``namespace``, and ``labels`` or ``fields`` of the objects.
         changed: called after each list and each event.
         source: source of replicas that the objects belong to, for logs.

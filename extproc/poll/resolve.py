@@ -19,12 +19,8 @@ _NO_ADDRESS = socket.EAI_NONAME, socket.EAI_NODATA
 
 
 async def resolve_host(host: str) -> Sequence[str]:
-    """Asks the system's resolver, on a thread of its own.
-
-    Raises:
-        OSError: no name server says whether the name has addresses.
-        UnicodeError: the name is no valid host name.
-    """
+    """Returns what :func:`look_up` finds, or nothing if the name has no address. OSError then only
+    means that no name server answers."""
     try:
         return await look_up(host)
     except socket.gaierror as error:
