@@ -14,20 +14,30 @@ from extproc.replica_state import EngineFigures
 
 _LARGEST = 2.0**53  # up to here, every whole number is an exact float
 _BLOCK_SIZE_ON_GPUS = 16
+_KV_USAGE = "kv_cache_usage_perc", "gpu_cache_usage_perc"
 # vLLM up to 0.15: counted at admission.
 _CACHED_EARLY = "prefix_cache_hits_total", "gpu_prefix_cache_hits_total"
 _ADAPTERS = "lora_requests_info"
 _SLEEP = "engine_sleep_state"
 _SET = b"\nvllm:lora_requests_info{"
 
-_READ = (  # parts of a pattern: names that the parser reads, without ``_total``
-    r"num_requests_(?:running|waiting)|(?:gpu|kv)_cache_usage_perc|gpu_prefix_cache_hits",
-    r"prefix_cache_hits|cache_config_info|iteration_tokens_total_count|prompt_tokens(?:_cached)?",
-    r"generation_tokens|time_to_first_token_seconds_count|num_preemptions|request_success",
-    r"request_(?:prefill|decode)_time_seconds_sum|spec_decode_num_accepted_tokens",
-    *(_ADAPTERS, _SLEEP),
+_SUMMED = {
+    "prompt_tokens": "prompt_tokens_total",
+    "generated_tokens": "generation_tokens_total",
+    "first_tokens": "time_to_first_token_seconds_count",
+    "accepted_tokens": "spec_decode_num_accepted_tokens_total",
+    "preemptions": "num_preemptions_total",
+    "finished": "request_success_total",
+    "prefill_s": "request_prefill_time_seconds_sum",
+    "decode_s": "request_decode_time_seconds_sum",
+}
+"""Series whose sum over the engines is a field of ``PageFigures``, by field."""
+_READ = (
+    *("num_requests_running", "num_requests_waiting", *_KV_USAGE, "prompt_tokens_cached_total"),
+    *("iteration_tokens_total_count", "cache_config_info", *_CACHED_EARLY, _ADAPTERS, _SLEEP),
+    *_SUMMED.values(),
 )
-_LINE = re.compile(rf"\nvllm:((?:{'|'.join(_READ)})(?:_total)?)([{{ ].*)")
+_LINE = re.compile(rf"\nvllm:({'|'.join(_READ)})([{{ ].*)")
 _START = re.compile(r"\nprocess_start_time_seconds([{ ].*)")
 _ESCAPE = re.compile(r"\\(.)")
 
@@ -97,13 +107,14 @@ def read_metrics(page: bytes) -> PageFigures:
     running = series.get("num_requests_running", [])
     if not running:
         raise ScrapeError("/metrics has no line of vllm:num_requests_running: is this vLLM?")
-    usage = _values(series, _first(series, "kv_cache_usage_perc", "gpu_cache_usage_perc"))
+    usage = _values(series, _first(series, *_KV_USAGE))
     steps = _values(series, "iteration_tokens_total_count")
     cached = _first(series, "prompt_tokens_cached_total", *_CACHED_EARLY)
     configs = series.get("cache_config_info", [])
     block_size, kv_tokens = _kv_cache(configs)
     max_loras, adapters = _adapters(series)
     sleep = zip(series.get(_SLEEP, ()), _values(series, _SLEEP), strict=True)
+    sums: dict[str, Any] = {field: _sum(series, name) for field, name in _SUMMED.items()}
     return PageFigures(
         models=tuple(sorted({_label("model_name", line) for line in running} - {""})),
         running=int(_sum(series, "num_requests_running")),
@@ -113,15 +124,7 @@ def read_metrics(page: bytes) -> PageFigures:
         block_size=block_size,
         # Average per engine: a sequence advances only with the steps of its own engine.
         steps=sum(steps) / max(len(steps), 1),
-        prompt_tokens=_sum(series, "prompt_tokens_total"),
         cached_tokens=_sum(series, cached),
-        generated_tokens=_sum(series, "generation_tokens_total"),
-        first_tokens=_sum(series, "time_to_first_token_seconds_count"),
-        accepted_tokens=_sum(series, "spec_decode_num_accepted_tokens_total"),
-        preemptions=_sum(series, "num_preemptions_total"),
-        finished=_sum(series, "request_success_total"),
-        prefill_s=_sum(series, "request_prefill_time_seconds_sum"),
-        decode_s=_sum(series, "request_decode_time_seconds_sum"),
         cached_early=cached in _CACHED_EARLY,
         engines=len(running),
         prefix_caching=all(_label("enable_prefix_caching", line) != "False" for line in configs),
@@ -130,6 +133,7 @@ def read_metrics(page: bytes) -> PageFigures:
         # vLLM puts all engines of a server to sleep together.
         asleep=any(_label("sleep_state", line) == "awake" and not value for line, value in sleep),
         started_at=sum(_value("process_start_time_seconds", line) for line in _START.findall(text)),
+        **sums,
     )
 
 
