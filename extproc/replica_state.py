@@ -105,9 +105,6 @@ _DECODER = msgpack.Decoder(ReplicaState)
 
 
 def checked(state: ReplicaState) -> ReplicaState:
-    """Returns the state if routers can decode it. msgspec checks values only while decoding.
-
-    Raises:
-        msgspec.ValidationError: a value is out of bounds.
-    """
+    """Returns the state if routers can decode it; raises msgspec.ValidationError if a value is out
+    of bounds. msgspec checks values only while decoding."""
     return _DECODER.decode(msgpack.encode(state))

@@ -46,11 +46,8 @@ class _Value(NamedTuple):
 
 
 def load(flags: Mapping[str, str], env: Mapping[str, str], file: Path | None = None) -> Config:
-    """Merges flags (key → text), the environment (empty variables are unset) and a file.
-
-    Raises:
-        ConfigError: a key is unknown, a value is wrong, or the file cannot be read.
-    """
+    """Merges flags (key → text), the environment (empty variables are unset) and a file; raises
+    ConfigError for unknown keys, wrong values and an unreadable file."""
     problems: list[str] = []
     values: dict[str, _Value] = {}
     from_flags = ((key, _parsed(key, text, f"--{key}")) for key, text in flags.items())

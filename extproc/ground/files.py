@@ -35,15 +35,14 @@ def read_certificates(setting: str, path: Path) -> bytes:
 
 class WatchedFiles(Generic[T]):
     """Files that may change while the program runs. If the new content cannot be used, the last
-    content stays in use. It is the attribute ``content``, which the first read sets.
+    content stays in use.
 
     Args:
         what: name of the files in log lines.
         read: reads the content; raises OSError or ValueError if the files cannot be used.
-        files: files to watch.
     """
 
-    content: T
+    content: T  # not set before the first successful read
 
     def __init__(self, what: str, read: Callable[[], T], *files: Path) -> None:
         self._what = what

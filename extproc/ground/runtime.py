@@ -84,11 +84,7 @@ class SlowCall(Generic[T]):
         self._running: asyncio.Future[T] | None = None
 
     async def result(self) -> T:
-        """Returns the call's result, or raises its exception.
-
-        Raises:
-            TimeoutError: no result yet.
-        """
+        """Returns the call's result, or raises its exception; TimeoutError if there is none yet."""
         if self._running is None:
             self._running = asyncio.ensure_future(self._call())
             # Retrieves the exception of an abandoned call; asyncio would log it otherwise.
@@ -115,11 +111,8 @@ async def look_up(host: str) -> list[str]:
 
 
 async def together(*parts: Coroutine[Any, Any, None]) -> None:
-    """Runs the parts concurrently until all have ended.
-
-    Raises:
-        ExceptionGroup: a part failed; the others are cancelled.
-    """
+    """Runs the parts concurrently until all have ended. If a part fails, cancels the others and
+    raises an ExceptionGroup."""
     async with asyncio.TaskGroup() as tasks:
         for part in parts:
             tasks.create_task(part)
@@ -156,7 +149,6 @@ class Backoff:
         self._random = random
 
     def next(self) -> float:
-        """Return the seconds to wait after one more failure."""
         wait_s, self._next_s = self._next_s, min(2 * self._next_s, self._most_s)
         return wait_s * self._random.uniform(0.5, 1.0)
 

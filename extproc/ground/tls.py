@@ -74,8 +74,7 @@ def server_context(section: str, cert: Path | None, key: Path | None) -> ssl.SSL
 
 def load_pair(context: ssl.SSLContext, setting: str, cert: Path, key: Path | None) -> bytes:
     """Loads a certificate and its key into ``context``; returns the key. Without ``key``, the file
-    ``cert`` has both. Refuses a key with a password, as gRPC does. ``setting``: name of the key's
-    setting, for errors."""
+    ``cert`` has both. Refuses a key with a password, as gRPC does. Errors name the ``setting``."""
     key = key or cert
     content = read_file(setting, key)
     try:

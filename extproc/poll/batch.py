@@ -70,11 +70,8 @@ def _is_full(before: ReplicaState, now: EngineFigures) -> bool:
 
 
 def _tokens_per_step(before: ReplicaState, now: EngineFigures) -> float:
-    """Returns the tokens that a step gives a sequence, on average.
-
-    With short answers the figure is too high: vLLM also counts accepted drafts beyond the end of an
-    answer.
-    """
+    """Returns the mean tokens that a step gives a sequence. With short answers the mean is too
+    high: vLLM also counts accepted drafts beyond the end of an answer."""
     generated = now.generated_tokens - before.generated_tokens
     if generated <= 0.0:
         return before.tokens_per_step

@@ -78,11 +78,8 @@ async def run_poller(config: Config) -> None:
 
 
 class Health:
-    """Reasons, from all pools together, for which a poller fails ``/livez`` or ``/readyz``. Without
-    a reason, the check passes.
-
-    Every pool is added when its task starts, before the first check is answered.
-    """
+    """Reasons for which a poller fails ``/livez`` or ``/readyz``; without a reason, the check
+    passes. Each pool is added when its task starts, before the first check is answered."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

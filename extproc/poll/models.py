@@ -54,8 +54,7 @@ class Models:
             self._reading = asyncio.create_task(self._refresh())
 
     def restart(self) -> None:
-        """Cancels a request in progress, which may concern an ended process; the next refresh
-        reads at once."""
+        """Cancels a request, which may concern an ended process; the next refresh reads at once."""
         if self._reading is not None:
             self._reading.cancel()
         self._reading, self._read_at = None, -inf

@@ -60,10 +60,7 @@ class PollContext:
 
 class PolledReplica:
     """Scrapes one replica until stopped, and publishes its state after each scrape, successful or
-    not.
-
-    ``known``: last state that the replica's previous poller wrote.
-    """
+    not."""
 
     def __init__(self, target: Target, known: ReplicaState | None, context: PollContext) -> None:
         self.target = target
@@ -246,8 +243,7 @@ class PolledReplica:
         self._silence = None
 
     def _failed_unexpectedly(self, error: Exception) -> None:
-        """Drops everything learned from the replica, because any of it may have caused the
-        error."""
+        """Drops everything learned from the replica, which may have caused the error."""
         problem = f"its answer led to an error: {type(error).__name__}: {error}"[:_LONGEST_PROBLEM]
         if self.state.problem != problem:
             log.error(

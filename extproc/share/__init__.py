@@ -1,4 +1,4 @@
 """Redis: keys, values, and how long Redis keeps each value.
 
-Functions raise RedisError if Redis refuses a command or does not answer in time.
+Functions and methods raise RedisError if Redis refuses a command or does not answer in time.
 """

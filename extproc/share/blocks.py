@@ -48,10 +48,7 @@ BLOCKS = EnvelopeKind("blocks", ReplicaBlockUpdate, pack, unpack)
 
 
 class BlockWriter:
-    """Writes block updates for the pool's routers.
-
-    Each method raises RedisError if Redis did not execute all commands.
-    """
+    """Writes block updates for the pool's routers."""
 
     def __init__(self, redis: Redis, pool: str) -> None:
         self._redis = redis

@@ -83,9 +83,7 @@ def connect(redis: RedisSettings | str, pool: str) -> Redis:
     ``socket_timeout`` can lose a task's cancellation, as ``asyncio.wait_for`` does before Python
     3.12.)
 
-    Args:
-        redis: the settings, or the URL of one server.
-        pool: name of the pool; its keys share a slot of a Cluster.
+    ``redis``: the settings, or the URL of one server.
     """
     settings = RedisSettings(url=redis) if isinstance(redis, str) else redis
     options = settings.options | _ONCE
@@ -112,11 +110,8 @@ def reconnecting() -> Backoff:
 
 
 async def in_time(answer: Awaitable[T], wait_s: float = 0.0) -> T:
-    """Waits for Redis's answer, at most ``TIMEOUT_S`` plus ``wait_s``.
-
-    Raises:
-        redis.exceptions.TimeoutError: the limit is reached.
-    """
+    """Waits for Redis's answer; raises redis.exceptions.TimeoutError after ``TIMEOUT_S`` plus
+    ``wait_s``."""
     try:
         async with asyncio.timeout(wait_s + TIMEOUT_S):
             return await answer

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from extproc.fleet import digest as fleet_digest
-from extproc.fleet.digest import Digest
+from extproc.fleet.digest import Digest, DigestKind, pack, unpack
 from extproc.share.connection import Keys, in_time
 from extproc.share.envelope import EnvelopeKind, Skips
 from extproc.share.reader import ChannelReader, keys_after, stored_values
 
 _LIFE_MS = 2000  # life of a whole digest in Redis; a router sends four in this time
-DIGEST = EnvelopeKind("load", Digest, fleet_digest.pack, fleet_digest.unpack)
+DIGEST = EnvelopeKind("load", Digest, pack, unpack)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +39,9 @@ async def send_digest(redis: Redis, keys: Keys, digest: Digest) -> str:
     """
     data, key = DIGEST.seal(digest), keys.router + digest.router
     async with redis.pipeline(transaction=False) as pipe:
-        if digest.kind is fleet_digest.DigestKind.WHOLE:
+        if digest.kind is DigestKind.WHOLE:
             pipe.set(key, data, px=_LIFE_MS)
-        elif digest.kind is fleet_digest.DigestKind.FAREWELL:
+        elif digest.kind is DigestKind.FAREWELL:
             pipe.delete(key)
         pipe.publish(keys.digests, data)
         *stored, pushed = await in_time(pipe.execute(raise_on_error=False))
@@ -70,8 +69,7 @@ class DigestReader(ChannelReader[DigestEvent]):
 
 
 async def living_routers(redis: Redis, pool: str) -> dict[str, str]:
-    """Returns the admin address of each router of a pool, by router name. A router that has just
-    started has not published its address yet."""
+    """Returns the admin address of each router of a pool that has published one, by router."""
     keys = await keys_after(redis, Keys(pool).router)
     pages = stored_values(redis, keys, Skips(), DIGEST)
     digests = [digest async for page in pages for digest, _ in page]

@@ -33,10 +33,7 @@ DRAIN = EnvelopeKind("drain", Drain)
 
 class DrainStore:
     """Reads and writes the commands of one pool, as replica (``ip:port``) → True for a drain, False
-    for an undrain.
-
-    Each method raises RedisError if Redis failed or gave no answer within ``connection.TIMEOUT_S``.
-    """
+    for an undrain."""
 
     def __init__(self, redis: Redis, pool: str, skips: Skips | None = None) -> None:
         self._redis = redis

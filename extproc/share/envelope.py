@@ -25,12 +25,9 @@ class Envelope(Struct, array_like=True, frozen=True):
 
 
 class EnvelopeKind(Generic[B]):
-    """Kind of envelope, identified by its tag.
+    """Kind of envelope, identified by its tag, which is unique in the whole program.
 
-    Args:
-        tag: unique in the whole program.
-        body: type of the body.
-        pack, unpack: msgspec's hooks for fields of types that msgspec does not know.
+    ``pack`` and ``unpack``: msgspec's hooks for fields of types that msgspec does not know.
     """
 
     def __init__(
@@ -52,9 +49,8 @@ class EnvelopeKind(Generic[B]):
 class Skips:
     """Opens envelopes, and counts the parts that this version of the program cannot read.
 
-    Args:
-        count: called with a reason (``garbage``, ``unknown_tag`` or ``unknown_field``) and a
-            number.
+    ``count`` is called with a reason (``garbage``, ``unknown_tag`` or ``unknown_field``) and a
+    number.
     """
 
     def __init__(self, count: Callable[[str, int], None] = lambda _reason, _number: None) -> None:
@@ -100,8 +96,7 @@ class Skips:
             )
 
     def garbage(self, source: str, error: Exception) -> None:
-        """Counts an unreadable value. Logs only the first of each source, because writers usually
-        repeat their mistakes."""
+        """Counts an unreadable value. Logs only the first of each source: writers repeat mistakes."""
         self._count("garbage", 1)
         if source not in self._warned:
             self._warned.add(source)

@@ -1,5 +1,4 @@
-"""Connections to the server that holds a pool's keys; each new connection looks up the server
-again."""
+"""Connections to the server that holds a pool's keys; each new one looks up the server again."""
 
 import asyncio
 import ssl
@@ -95,9 +94,6 @@ async def _resolve(host: str) -> None:
 
     If a time limit ended the connection's own lookup, uvloop would later log the lookup's failure,
     which nobody awaits any more.
-
-    Raises:
-        redis.exceptions.ConnectionError: the name does not resolve.
     """
     if not is_ip(host):
         try:

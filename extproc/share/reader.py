@@ -22,8 +22,7 @@ T = TypeVar("T")
 
 
 async def keys_after(redis: Redis, beginning: str) -> list[str]:
-    """Returns the keys that begin with ``beginning``. Asks Redis page by page, so that other
-    clients wait only briefly."""
+    """Returns the keys with this beginning, page by page, so that other clients wait briefly."""
     keys: set[str] = set()
     cursor = 0
     while True:

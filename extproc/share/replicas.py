@@ -90,10 +90,7 @@ return refused
 
 
 class StateWriter:
-    """Writes replica states, which live for ``ttl_s`` seconds, and pushes them to routers.
-
-    Each method raises RedisError if Redis did not execute all commands.
-    """
+    """Writes replica states, which live for ``ttl_s`` seconds, and pushes them to routers."""
 
     def __init__(self, redis: Redis, pool: str, ttl_s: float) -> None:
         self._redis = redis

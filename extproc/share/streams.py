@@ -102,6 +102,5 @@ class StreamReader(Reader[B]):
 
 
 def _order(number: str) -> list[int]:
-    """Returns the two parts of an entry's id, by which entries are ordered: milliseconds, and the
-    count within the millisecond."""
+    """Returns the parts of an entry's id that order entries: milliseconds, and a count in each."""
     return [int(part) for part in number.split("-")]
