@@ -96,7 +96,7 @@ class Skips:
             )
 
     def garbage(self, source: str, error: Exception) -> None:
-        """Counts an unreadable value. Logs only the first of each source: writers repeat mistakes."""
+        """Counts an unreadable value; logs the first of each source: writers repeat mistakes."""
         self._count("garbage", 1)
         if source not in self._warned:
             self._warned.add(source)
