@@ -49,7 +49,7 @@ _FIELDS: dict[Any, Any] = {
 
 
 def read_batch(data: bytes) -> Iterable[Event]:
-    """Reads the events of a batch, except unknown kinds; raises ValueError for other data."""
+    """Reads the events of a batch, except unknown kinds; raises ValueError for any other data."""
     try:
         return _USUAL.decode(data)[1]
     except (ValueError, RecursionError):

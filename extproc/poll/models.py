@@ -85,7 +85,7 @@ class _ModelList(BaseModel):
 
 async def read_models(session: aiohttp.ClientSession, replica: str) -> dict[str, Any]:
     """Requests the models of the replica at ``ip:port``; returns fields of its state, none if the
-    replica lists no model. Raises ScrapeError if the answer is no list of models."""
+    replica lists no model. Raises ScrapeError if the replica does not list its models."""
     body = await get(session, replica, "/v1/models")
     try:
         models = _ModelList.model_validate_json(body).data
