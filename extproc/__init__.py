@@ -1,6 +1,6 @@
 """Router for vLLM behind Envoy: each request goes to the replica predicted to finish it first.
 
-The way of a request: ``proxy/stream.py`` receives it, ``request/inspect.py`` profiles it,
+``proxy/stream.py`` receives a request, ``request/inspect.py`` profiles the request,
 ``route/router.py`` chooses a replica from the state in ``fleet/fleet.py`` and the predictions of
 ``predict/completion.py``, and ``proxy/in_flight.py`` follows the request to its end.
 """

@@ -237,7 +237,7 @@ def clusters_of(route: Node) -> set[str]:
 
 
 def _overridden(filter: Node, settings: list[Node]) -> list[Node]:
-    """Return the filter as each of the settings that override it leaves it."""
+    """Return the filter once for each setting that overrides it, with the fields of the setting."""
     return [
         Node(filter.cls, setting.path, filter | _overrides(setting["overrides"]))
         for setting in settings

@@ -92,7 +92,7 @@ class OwnerMap:
         self.remember(key, replica)
 
     async def take_announcements(self, most: int) -> list[tuple[str, str]]:
-        """Waits for announcements; removes the oldest ``most``, and returns (key, owner) pairs."""
+        """Waits for announcements; removes and returns the oldest ``most`` as (key, owner) pairs."""
         await self._has_pending.wait()
         taken = [self._pending.popleft() for _ in range(min(most, len(self._pending)))]
         if not self._pending:

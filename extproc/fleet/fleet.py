@@ -39,9 +39,9 @@ _MOVED_WITHIN_S = 2.5  # longer than two polls that are at most 1.1 s apart, and
 class Fleet:
     """Replicas of a pool, this router's requests on them, and the load that other routers report.
 
-    Events that several parts must handle in a certain order are methods here: a poll, a digest, and
-    a request that is dispatched, retried elsewhere or ended. So is the view for policies. Callers
-    reach a single part through its attribute.
+    Methods here are the view for policies, and the events that several parts must handle in a
+    certain order: a poll, a digest, and a request that is dispatched, retried elsewhere or ended.
+    Callers reach a single part through its attribute.
 
     Between polls, :class:`~extproc.fleet.progress.Progress` moves the requests forward. A poll
     corrects the count of steps and the prefilled tokens.

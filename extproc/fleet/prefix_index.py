@@ -201,8 +201,8 @@ class PrefixIndex:
     def _places_of(self, bitmap: int, among: bytes) -> Indices:
         """Returns the indices of a bitmap's replicas among these rows.
 
-        Each model has an array of rows of its own, mostly with the same rows. So they come as
-        bytes: equal rows share a place in the cache.
+        Each model has an array of rows of its own, mostly with the same rows. The rows come
+        as bytes, so that equal rows share a place in the cache.
         """
         octets = np.frombuffer(bitmap.to_bytes(len(self._table) // 8 + 1, "little"), np.uint8)
         held = np.unpackbits(octets, bitorder="little")

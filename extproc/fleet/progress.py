@@ -50,8 +50,8 @@ class Progress:
     def remove(self, row: int) -> None:
         """Subtracts an ended request from the sums of its replica.
 
-        All sums are computed anew only at the next tick: at thousands of requests a second, doing
-        so at each end of a request would be half of a router's work.
+        All sums are computed anew only at the next tick: at thousands of requests a second, a
+        computation at each end of a request would be half of a router's work.
         """
         requests, replicas = self._requests, self._replicas
         if requests.steps_before.item(row) == inf:

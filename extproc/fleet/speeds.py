@@ -137,5 +137,5 @@ class Speeds:
         self.corrections.slowed(row, self._slower(row, before))
 
     def _slower(self, row: int, step: float) -> float:
-        """Returns the seconds of a usual step now ÷ earlier (``step``); 1 if ``step`` is 0."""
+        """Returns the seconds of a usual step ÷ the earlier ``step``; 1 if ``step`` is 0."""
         return usual_step(self._replicas, row) / step if step else 1.0

@@ -37,7 +37,7 @@ class History:
         return self._clock() - self._totals[0][0]
 
     def look(self) -> None:
-        """Store the totals, if the last ones are at least ten seconds old."""
+        """Store the totals, if the last totals are at least ten seconds old."""
         now = self._clock()
         if now - self._totals[-1][0] >= _EVERY_S:
             self._totals.append((now, self._now()))

@@ -66,7 +66,7 @@ class PageFigures(EngineFigures, frozen=True, kw_only=True):
     cached_early: bool = False  # cached tokens count at admission (vLLM up to 0.15)
 
     def of_state(self) -> dict[str, Any]:
-        """Returns those figures of the page that are fields of a ``ReplicaState``."""
+        """Returns the figures of the page that are fields of a ``ReplicaState``."""
         return {name: getattr(self, name) for name in EngineFigures.__struct_fields__}
 
     def counts(self, at: float) -> EngineCounts:

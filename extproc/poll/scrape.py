@@ -28,7 +28,7 @@ _BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 class PollMetrics:
-    """Prometheus metrics of a poller; none is labeled by replica, so that the page stays small."""
+    """Prometheus metrics of a poller; no label names a replica, so that the page stays small."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         scrapes = Counter(

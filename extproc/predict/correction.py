@@ -52,8 +52,8 @@ class Corrections:
         self._computed_at = -inf
 
     def slowed(self, row: int, factor: float) -> None:
-        """Notes that a replica's estimated step times were multiplied by ``factor``, and with them
-        what they would predict for its past requests."""
+        """Multiplies the predicted decode times of a replica's past requests by ``factor``, as its
+        estimated step times were multiplied."""
         if factor != 1.0:
             self._sums[2, row] *= factor
             self._computed_at = -inf

@@ -143,8 +143,9 @@ class GrpcServer:
     def unready(self) -> str:
         """Returns why the router should get no requests, or an empty string if the router is ready.
 
-        A known replica suffices, even if it does not answer, or an empty pool, whose requests wait
-        for a replica. Then the router stays ready, whether it loses Redis, pollers or replicas.
+        A router becomes ready once it knows a replica, even if the replica does not answer, or
+        knows that a pool is empty, whose requests wait for a replica. A ready router stays ready
+        if it loses Redis, pollers or replicas.
         """
         if self._stopping:
             return "stopping"

@@ -171,8 +171,11 @@ def replay(scene: Scene, show: Show) -> Replayed:
 
 
 def what_if(scene: Scene, other: Scene, change: str, show: Show) -> ChangeEffect:
-    """Play a scene, and ``other``, the scene after ``change`` (in words). Raises ValueError if
-    replicas are overloaded."""
+    """Play a scene and ``other``, the changed scene; ``change`` says in words what was changed.
+
+    Raises:
+        ValueError: replicas are overloaded.
+    """
     runs = [(variant, seed) for seed in SEEDS for variant in (scene, other)]
 
     def part(number: int) -> Show:
