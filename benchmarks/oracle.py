@@ -86,7 +86,7 @@ class Oracle(Routers):
         reason = f"finishes in {prediction.completion[first]:.2f} s"
         choice = Choice("oracle", first, scores, lambda _: reason)
         second = None if choice.second is None else view.ids[choice.second]
-        return Decision(situation, choice, view.ids[first], second)
+        return Decision(situation, choice, second)
 
     def notify(self, served: Served, event: RouterEvent) -> None:
         """Learns from an answer by how much requests that came later delayed its decoding. Ignores

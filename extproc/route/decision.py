@@ -1,6 +1,7 @@
 """Decision: its inputs, the choice, and the forecast that is kept until the request ends."""
 
 from collections.abc import Callable
+from functools import cached_property
 from random import Random
 
 import numpy as np
@@ -67,16 +68,11 @@ class Choice(Struct, eq=False):
 
     @property
     def second(self) -> int | None:
-        return runner_up(self.scores, self.first)
-
-
-def runner_up(scores: Floats, first: int) -> int | None:
-    """Return the index of the lowest score except that of ``first``; None: no other score is
-    finite."""
-    others = scores.copy()
-    others[first] = np.inf
-    second = int(others.argmin())
-    return second if others[second] < np.inf else None
+        """Candidate with the lowest score except ``first``; None: no other score is finite."""
+        others = self.scores.copy()
+        others[self.first] = np.inf
+        second = int(others.argmin())
+        return second if others[second] < np.inf else None
 
 
 class Forecast(Struct, eq=False):
@@ -101,16 +97,19 @@ class Forecast(Struct, eq=False):
     first_step_s: float | None  # seconds to the first token by steps; None: other causes delay it
 
 
-class Decision(Struct, eq=False):
+class Decision(Struct, eq=False, dict=True):  # `cached_property` needs the dictionary
     """Chosen replica of a request, with all inputs of the choice."""
 
     situation: Situation
     choice: Choice
-    replica: str  # ip:port of the chosen replica
     second: str | None = None  # ip:port for a retry
     name: str = ""  # of the model on the chosen replica; empty: as requested
     fallback: str = ""  # why the load of other routers did not count
-    _work_s: float | None = None  # set by ``work_s``
+
+    @property
+    def replica(self) -> str:
+        """Address of the chosen replica, ``ip:port``."""
+        return self.situation.view.ids[self.choice.first]
 
     @property
     def why(self) -> str:
@@ -146,13 +145,10 @@ class Decision(Struct, eq=False):
         """Seconds to the last token on the chosen replica."""
         return self.prediction.completion.item(self.choice.first)
 
-    @property
+    @cached_property
     def work_s(self) -> float:
         """Seconds of the chosen replica's time that the request uses up."""
-        if self._work_s is None:
-            view, first = self.situation.view, self.choice.first
-            self._work_s = work(self.profile, self.prediction, view, first)
-        return self._work_s
+        return work(self.profile, self.prediction, self.situation.view, self.choice.first)
 
     def on(self, replica: str) -> "Decision | None":
         """Return the decision as if the replica were chosen; None if it is no candidate."""
@@ -160,7 +156,7 @@ class Decision(Struct, eq=False):
         if replica not in ids:
             return None
         choice = structs.replace(self.choice, first=ids.index(replica))
-        return structs.replace(self, choice=choice, replica=replica, _work_s=None)
+        return structs.replace(self, choice=choice)
 
     def drop_large_parts(self) -> None:
         """Drop large parts that nothing needs after the dispatch, because decisions and profiles

@@ -14,7 +14,7 @@ from extproc.predict.correction import ErrorQuantiles
 from extproc.predict.inputs import FleetView, Floats, least, most
 from extproc.request.profile import RequestProfile
 from extproc.route.backlog import Backlog
-from extproc.route.decision import Choice, Decision, Forecast, Situation, runner_up
+from extproc.route.decision import Choice, Decision, Forecast, Situation
 from extproc.route.overrides import by_owner, by_policy, by_session, by_target, lateness
 from extproc.route.policies import POLICIES
 from extproc.route.reasons import seconds
@@ -106,7 +106,7 @@ class Router:
         second = self._second(situation, choice, name)
         if age is not None and fleet.peers.stale:
             fallback = f"load of other routers ignored (newest digest {seconds(age)} old)"
-        return Decision(situation, choice, view.ids[choice.first], second, name, fallback)
+        return Decision(situation, choice, second, name, fallback)
 
     def _candidates(
         self, profile: RequestProfile, among: frozenset[str] | None, response_visible: bool
@@ -195,7 +195,7 @@ class Router:
             scores = np.where(alike, scores, np.inf)
         if rejecting := self.fleet.eligibility.rejecting:
             scores = scores + [_LAST * (candidate in rejecting) for candidate in ids]
-        second = runner_up(scores, choice.first)
+        second = replace(choice, scores=scores).second
         return None if second is None else ids[second]
 
     def model(
