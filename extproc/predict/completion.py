@@ -33,6 +33,7 @@ class Prediction(Struct, eq=False):
     first_token_share: float  # lowest time to first token ÷ lowest completion, 0…1
     adapter: Floats  # wait for the LoRA adapter's slot after admission, and time to load it
     queue: Floats  # expected wait at the router; 0: the replica can start the request now
+    taken: Floats  # KV tokens in use or for the backlog, without those that vLLM would preempt
     preemptible: Floats | None
     """KV tokens of sequences that vLLM would preempt rather than this request; None: no candidate
     schedules by priority."""
@@ -143,6 +144,7 @@ def predict(
         least(ttft) / least(completion),
         none,
         none,
+        taken,
         preemptible,
         none,
     )

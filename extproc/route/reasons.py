@@ -5,7 +5,6 @@ from extproc.route.decision import Choice, Situation
 from extproc.route.policies import as_good, soonest, with_few_requests
 
 _NO_SCORE = {"round_robin": "its turn", "random": "at random"}
-_WASTES = "prefill of what others have cached wastes"
 
 
 def seconds(value: float) -> str:
@@ -55,20 +54,19 @@ def _beside(situation: Situation, choice: Choice, second: int) -> str:
         if cached := -more(prediction.cached):
             return f"{text}, and here {cached:.0f} more tokens of the prompt are cached"
         return f"{text}, so one was drawn at random"
-    others = prediction.cost_weight * prediction.cost_to_others
-    if more(prediction.completion) < 0.0:
-        terms = {"requests in flight lose": others, _WASTES: prediction.avoidable}
-        term = max(terms, key=lambda term: more(terms[term]))
-        more_s = seconds(more(terms[term]))
-        return f"{name} already in {seconds(later)}, but there {term} {more_s} more"
     terms = {
-        "the wait at the router takes": prediction.queue,
-        "admission takes": prediction.admission,
-        "its adapter takes": prediction.adapter,
-        "prefill takes": prediction.prefill,
-        _WASTES: prediction.avoidable,
-        "decode takes": prediction.decode,
-        "requests in flight lose": others,
+        "requests in flight lose": prediction.cost_weight * prediction.cost_to_others,
+        "prefill of what others have cached wastes": prediction.avoidable,
     }
+    there = f"{name} already in {seconds(later)}, but there"
+    if more(prediction.completion) >= 0.0:
+        there = f"{name} in {seconds(later)}: there"
+        terms = {
+            "the wait at the router takes": prediction.queue,
+            "admission takes": prediction.admission,
+            "its adapter takes": prediction.adapter,
+            "prefill takes": prediction.prefill,
+            "decode takes": prediction.decode,
+        } | terms
     term = max(terms, key=lambda term: more(terms[term]))
-    return f"{name} in {seconds(later)}: there {term} {seconds(more(terms[term]))} more"
+    return f"{there} {term} {seconds(more(terms[term]))} more"

@@ -92,25 +92,21 @@ def _peak_pressure(situation: Situation) -> Floats:
     more space later than it uses now.
     """
     profile, view, prediction = situation.profile, situation.view, situation.prediction
-    sequences, mean, count = situation.sequences, prediction.output_tokens, len(view)
+    sequences, mean = situation.sequences, prediction.output_tokens
     own = profile.prompt_tokens - prediction.cached + max(profile.sequences, 1) * mean
-    taken = view.taken
-    if prediction.preemptible is not None:
-        taken = np.maximum(taken + view.overtaken - prediction.preemptible, 0.0)
-    now = (taken + own) / view.kv_capacity
+    now = (prediction.taken + own) / view.kv_capacity
     if not mean:
         return now
     spread = max(situation.p90_output_tokens / mean, _LEAST_SPREAD)
     shape = max(log(log(10.0)) / log(spread), 1.0)
-    more = np.zeros(count)
-    yields = sequences.priority < profile.priority
-    yields &= view.by_priority[sequences.replica] > 0.0
+    yields = (sequences.priority < profile.priority) & (view.by_priority[sequences.replica] > 0.0)
     weight = np.where(yields, 0.0, sequences.weight)
+    more = np.zeros(len(view))
     for share in _SAMPLED_AT:
         t = share * mean
         running = np.exp(-((t / np.maximum(sequences.remaining, 1.0)) ** shape))
         change = weight * ((sequences.context + t) * running - sequences.context)
-        np.maximum(more, np.bincount(sequences.replica, change, count), out=more)
+        np.maximum(more, np.bincount(sequences.replica, change, len(view)), out=more)
     return now + more / view.kv_capacity
 
 
