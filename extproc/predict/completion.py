@@ -73,10 +73,11 @@ def predict(
 ) -> Prediction:
     """Predicts a request on every candidate.
 
-    The request has p prompt tokens, of which h are cached and u = p − h are to be prefilled. Its
-    expected output is o tokens: the prefill gives the first, and n = o − 1 decode steps follow. The
-    replica has a backlog of W prompt tokens, and B decoding sequences with K KV tokens. Sequence i
-    in flight has k_i KV tokens, is to generate r_i more, and shares m_i = min(r_i, n) steps::
+    The request has p prompt tokens, of which h are cached and u = p − h are to be prefilled. Each
+    of its sequences is expected to generate o tokens: the prefill gives the first, and n = o − 1
+    decode steps follow. The replica has a backlog of W prompt tokens, and B decoding sequences with
+    K KV tokens. Sequence i in flight has k_i KV tokens, is to generate r_i more, and shares
+    m_i = min(r_i, n) steps::
 
         T_first   = admission + (W + u)·c_prefill + ceil((W + u)/budget)·step + x·step + y + z·p
         T_decode  = s/d·(n·c0 + c_batch·(n + Σ m_i) + c_kv·(Σ m_i·(k_i + m_i/2) + n·p + n²/2))
@@ -95,13 +96,9 @@ def predict(
     A sequence that is about to end hardly delays the request and is hardly delayed by it; a long
     sequence counts for the whole decode time.
 
-    Args:
-        profile: the request. An empty prompt counts as one token, because it takes a step as well.
-        output_tokens: expected output of each of the request's sequences.
-        view: the candidates.
-        sequences: sequences in flight on the candidates.
-        held: prompt tokens that each candidate should have in its prefix cache. At most p − 1 of
-            them count, because vLLM always computes the last token.
+    ``held``: prompt tokens that each candidate should have in its prefix cache; h is at most p − 1,
+    because vLLM always computes the last token. An empty prompt counts as one token, because it
+    takes a step as well.
     """
     own = max(profile.sequences, 1)
     prompt = max(profile.computed_prompt(most(view.longest_prompt)), 1.0)
@@ -210,11 +207,7 @@ def admission(view: FleetView, sequences: Sequences, own: int, needed: Floats | 
 
     vLLM admits a prompt once all of its tokens fit, after the prompts queued before it.
 
-    Args:
-        view: the candidates.
-        sequences: sequences in flight on the candidates.
-        own: places in the batch that the request needs.
-        needed: KV tokens that the request needs on each candidate.
+    ``own``: places in the batch that the request needs. ``needed``: KV tokens, for each candidate.
     """
     wait = np.zeros(len(view))
     missing = needed - (view.kv_capacity - view.taken)

@@ -32,16 +32,12 @@ _UNTENANTED = 4  # fields of the finest kind without a tenant
 
 
 def _prior() -> Floats:
+    """Returns suffix sums of the prior histogram: at ``[0, i]`` the sequences in bucket ``i`` and in
+    all later buckets, at ``[1, i]`` the tokens of these sequences."""
     density = np.exp(-0.5 * (np.log(_LENGTHS / _PRIOR_MEDIAN) / _PRIOR_SPREAD) ** 2)
-    return _suffix_sums(_PRIOR_WEIGHT * density / density.sum())
-
-
-def _suffix_sums(weights: Floats) -> Floats:
-    """Returns suffix sums of histograms: at ``[0, …, i]`` the sequences in bucket ``i`` and in all
-    later buckets, at ``[1, …, i]`` the tokens of these sequences."""
-    sequences_and_tokens = np.stack([weights, weights * _LENGTHS])
-    sums: Floats = np.zeros((*sequences_and_tokens.shape[:-1], _SUMS))
-    sums[..., :-1] = sequences_and_tokens[..., ::-1].cumsum(axis=-1)[..., ::-1]
+    sequences = _PRIOR_WEIGHT * density / density.sum()
+    sums: Floats = np.zeros((2, _SUMS))
+    sums[:, :-1] = np.stack([sequences, sequences * _LENGTHS])[:, ::-1].cumsum(axis=1)[:, ::-1]
     return sums
 
 
@@ -116,7 +112,8 @@ class OutputLengths:
         if profile.least_output:
             return
         rows = self._rows_to_learn(_kinds(profile))
-        bucket = _bucket(tokens)
+        nearest = bisect_left(_LENGTHS_LIST, tokens * 2 ** (-0.5 / _PER_DOUBLING))
+        bucket = min(nearest, len(_LENGTHS_LIST) - 1)
         sums = self._sums[:, rows] * _DECAY
         if tokens < bound:
             sums[0, :, : bucket + 1] += 1.0
@@ -198,8 +195,3 @@ class OutputLengths:
         total /= survivors
         left = np.maximum(np.maximum(total, least) - progress, 1.0)
         return np.minimum(left, bound - progress)
-
-
-def _bucket(tokens: float) -> int:
-    bucket = bisect_left(_LENGTHS_LIST, tokens * 2 ** (-0.5 / _PER_DOUBLING))
-    return min(bucket, len(_LENGTHS_LIST) - 1)
