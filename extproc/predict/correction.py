@@ -121,13 +121,10 @@ class FirstTokens:
         self._solution = [0.0, 0.0, 0.0]
 
     def observe(self, step: float, prompt: float, steps_s: float, actual: float) -> None:
-        """Learns the delay of first tokens outside the engine's steps from one first token.
+        """Learns from one first token, which came ``actual`` seconds after the decision.
 
-        Args:
-            step: seconds of a decode step on the replica, with the batch at the decision.
-            prompt: prompt tokens of the request.
-            steps_s: predicted time to first token in seconds, by the engine's steps alone.
-            actual: actual time to first token in seconds.
+        ``step``: seconds of a decode step on the replica, with the batch at the decision.
+        ``prompt``: tokens. ``steps_s``: predicted seconds, by the engine's steps alone.
         """
         if not 0.0 <= steps_s < inf or actual <= 0.0:
             return

@@ -178,12 +178,9 @@ class OutputLengths:
         The number is at least 1, unless less is left to the bound. A sequence that is longer than
         all sequences seen so far is expected to reach 1.5 times its progress.
 
-        Args:
-            alive: bucket of each progress, from :meth:`reached`.
-            cut: bucket of each bound, from :meth:`place`.
-            progress: tokens generated, at most ``bound``.
-            bound: most tokens that the sequence may generate.
-            least: fewest tokens that the sequence will generate.
+        ``progress``: tokens generated so far, at most ``bound``. ``bound`` and ``least``: most and
+        fewest tokens of the sequence. ``alive`` and ``cut``: buckets of ``progress`` and ``bound``,
+        from :meth:`reached` and :meth:`place`.
         """
         count, tokens = self._count, self._tokens
         survivors = count.take(alive)

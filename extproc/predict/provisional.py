@@ -22,8 +22,6 @@ class ProvisionalSpeed:
     seconds: float = 0.0  # Σ actual time to first token
 
     def observe(self, usual_steps: float, seconds: float) -> None:
-        """Adds a first token. ``usual_steps``: predicted time to first token ÷ ``usual_step`` of
-        the replica; ``seconds``: actual time."""
         self.usual_steps += usual_steps
         self.seconds += seconds
 

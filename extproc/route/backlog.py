@@ -118,15 +118,13 @@ class Backlog:
         At each priority the heads of the replica's lines come first. Then come the first requests
         of at most ``models`` lines of models (:meth:`firsts`) that may use the replica.
         """
-        found = {line.head(): 0 for line in self._replicas.get(row, {}).values()}
-        for head in self.firsts(models):
-            if row in head.usable:
-                found.setdefault(head, 1)
+        own = dict.fromkeys(line.head() for line in self._replicas.get(row, {}).values())
+        others = [head for head in self.firsts(models) if row in head.usable]
 
         def rank(head: Waiting) -> tuple[float, ...]:
-            return -head.priority, found[head], self.shares.tag(head.key), head.due
+            return -head.priority, head not in own, self.shares.tag(head.key), head.due
 
-        return sorted(found, key=rank)
+        return sorted(own | dict.fromkeys(others), key=rank)
 
     def work(self) -> dict[str, dict[int, float]]:
         """Replica-seconds of the requests that wait for each replica, by priority."""

@@ -20,9 +20,7 @@ _PREFIX_WEIGHT = 3.0
 """Default weights of the queue, KV and prefix scorers of llm-d's endpoint picker."""
 
 _ENOUGH = 0.3  # ``cache_aware``: cached share of the prompt above which the cache decides
-_UNEVEN_REQUESTS, _UNEVEN_RATIO = 64, 1.5
-"""``cache_aware``: the load decides if the most loaded replica has over 64 requests more than the
-least loaded, and over 1.5 times as many."""
+_UNEVEN_REQUESTS, _UNEVEN_RATIO = 64, 1.5  # ``cache_aware``: above both, the load decides
 
 _TIE = 1e-6  # ``power_of_two``: added to the second score, so that the first wins ties
 
@@ -76,11 +74,10 @@ def lowest(scores: Floats, random: Random) -> int:
 def completion(situation: Situation) -> Floats:
     """``completion + w·cost to others + avoidable prefill``, in seconds.
 
-    The weight w is :attr:`Prediction.cost_weight`: 1 if the response is not streamed and has no
-    target for its first token. Otherwise w is mostly the square of the KV pressure. With free KV
-    space the request's own completion decides. On a full replica, where all requests wait, the time
-    that others lose counts as well. With w = 1, long prompts of streamed requests would queue
-    behind each other to spare decoding sequences.
+    The weight w of a streamed request (:attr:`Prediction.cost_weight`) is mostly the square of the
+    KV pressure. With free KV space the request's own completion decides. On a full replica, where
+    all requests wait, the time that others lose counts as well. With w = 1, long prompts of
+    streamed requests would queue behind each other to spare decoding sequences.
     """
     return situation.prediction.completion + situation.prediction.lost_by_others
 

@@ -10,10 +10,8 @@ from extproc.route.room import full_at
 
 ANEW_S = 0.2  # seconds between two decisions about a request, unless a replica gets more room
 OVERTAKEN_S = 3.0
-"""Bound B: on the replica that a request waits for, requests of its model, priority and tenant
-overtake it only if they arrived at most this many seconds after it. With 10 s the mean time to
-first token is shorter, but the p99 of simulated overload (azure-2023-conv ×2.4) is 1.4 times as
-long."""
+"""Bound B of *Bounded overtaking* (:mod:`extproc.route.queue`). With 10 s the mean time to first
+token is shorter, but the p99 of simulated overload (azure-2023-conv ×2.4) is 1.4 times as long."""
 _GAMMA = 2.0  # 1/s; with 1 or 4 the slowest requests of simulated overloads take longer
 
 Key = tuple[int, str]  # priority and tenant
@@ -66,12 +64,10 @@ class Waiting(Place):
         decide: Callable[[Place], Decision | None],
         resolve: Callable[[Decision | Exception | None], None],
     ) -> None:
-        """Create the queue's entry for a request that arrived at ``since``.
+        """Create the queue's entry for a request that arrived at ``since``, by the queue's clock.
 
         Args:
-            profile: profile of the request.
             decision: decision at the arrival; None: no replica may serve the request.
-            since: arrival in seconds, on the queue's clock.
             decide: makes a new decision, given the request's place in the queue.
             resolve: ends the wait: dispatches the request as decided, refuses the request with an
                 exception, or gives up (None: no replica serves the request). Raises nothing.
@@ -103,10 +99,10 @@ class Waiting(Place):
         first, profile = decision.choice.first, decision.profile
         self.cost = self.cost or decision.work_s
         self.replica, self.row = decision.replica, view.rows.item(first)
-        self.retry_at = now + max(prediction.queue.item(first), ANEW_S)
+        self.retry_at = now + max(decision.wait_s, ANEW_S)
         self.usable = frozenset(view.rows.tolist())
         self._declined = frozenset(view.rows[prediction.queue <= 0.0].tolist())
-        prompt = profile.prompt_tokens - prediction.cached.item(first)
+        prompt = profile.prompt_tokens - decision.cached
         reserve = 1.0 - full_at(self.priority, decision.situation.among_others)
         self.tokens = prompt + profile.sequences * prediction.output_tokens  # of KV cache
         self.tokens += reserve * view.kv_capacity.item(first)
