@@ -10,6 +10,16 @@ from extproc.predict.inputs import FleetView, Floats, Indices, Sequences, least,
 from extproc.request.profile import RequestProfile
 
 
+class AdapterTimes(Struct, eq=False):
+    """Times that a LoRA adapter adds, in seconds, for each candidate of a view."""
+
+    wait: Floats  # until the batch has a slot for the adapter
+    load: Floats  # to load the adapter
+    wasted: Floats
+    """Delay of other requests: all decoding sequences stand still during the load, and the adapter
+    that is evicted may have to be loaded again."""
+
+
 class Prediction(Struct, eq=False):
     """Predicted times in seconds; arrays have an entry for each candidate of the view."""
 
@@ -26,8 +36,8 @@ class Prediction(Struct, eq=False):
     cached: Floats  # prompt tokens in the replica's prefix cache
     avoidable: Floats
     """Time to prefill tokens that another candidate has cached. It counts once for each request
-    that the prefill delays, and once for the cache space that the tokens take. :func:`add_adapter`
-    adds the delay that loading a LoRA adapter causes to other requests."""
+    that the prefill delays, and once for the cache space that the tokens take. The delay that
+    loading a LoRA adapter causes to other requests is added."""
 
     first_token_matters: bool  # the answer is streamed or has a target for its first token
     first_token_share: float  # lowest time to first token ÷ lowest completion, 0…1
@@ -70,6 +80,7 @@ def predict(
     view: FleetView,
     sequences: Sequences,
     held: Floats,
+    adapter: AdapterTimes | None = None,
 ) -> Prediction:
     """Predicts a request on every candidate.
 
@@ -92,6 +103,9 @@ def predict(
     On a replica that schedules by priority, W and the queue for admission leave out requests of a
     lower priority. The KV pressure leaves out sequences of a lower priority, because vLLM preempts
     them first. Admission counts these sequences: vLLM preempts none to admit a request.
+
+    A LoRA adapter adds max(wait for a slot − admission, 0) + load to T_first, and to ``avoidable``
+    B·load, and another load if the evicted adapter is likely to be needed again.
 
     A sequence that is about to end hardly delays the request and is hardly delayed by it; a long
     sequence counts for the whole decode time.
@@ -117,13 +131,17 @@ def predict(
     decode, slower, growth = _decode(view, sequences, own, prompt, out)
     ttft = wait + prefill
     completion = ttft + decode
+    none = adapter_s = np.zeros(len(view))
+    if adapter is not None:
+        adapter_s = np.maximum(adapter.wait - wait, 0.0) + adapter.load
+        ttft, completion = ttft + adapter_s, completion + adapter_s
+        avoidable = avoidable + adapter.wasted
     taken, preemptible = view.taken, None
     if most(view.by_priority) > 0.0:
         preemptible, preempted_growth = _preemptible(profile.priority, view, sequences, out)
         taken = np.maximum(taken + view.overtaken - preemptible, 0.0)
         growth = growth - preempted_growth
     kv_pressure = np.minimum((taken + (uncached + own * out)) / view.kv_capacity, 1.0)
-    none = np.zeros(len(view))
     return Prediction(
         out,
         wait,
@@ -139,7 +157,7 @@ def predict(
         avoidable,
         profile.stream or profile.objective.ttft_s < inf,
         least(ttft) / least(completion),
-        none,
+        adapter_s,
         none,
         taken,
         preemptible,
@@ -239,30 +257,6 @@ def _reaching(amounts: Floats, first: Indices, wanted: Floats) -> Indices:
     sums = amounts.cumsum()
     before = sums[first] - amounts[first]
     return np.maximum(sums.searchsorted(before + wanted), first)
-
-
-class AdapterTimes(Struct, eq=False):
-    """Times that a LoRA adapter adds, in seconds, for each candidate of a view."""
-
-    wait: Floats  # until the batch has a slot for the adapter
-    load: Floats  # to load the adapter
-    wasted: Floats
-    """Delay of other requests: all decoding sequences stand still during the load, and the adapter
-    that is evicted may have to be loaded again."""
-
-
-def add_adapter(prediction: Prediction, times: AdapterTimes) -> None:
-    """Adds the times of a LoRA adapter to a prediction, with B sequences decoding::
-
-    T_first   += max(wait for a slot − admission, 0) + load
-    avoidable += B·load, and another load if the evicted adapter is likely to be needed again
-    """
-    later = np.maximum(times.wait - prediction.admission, 0.0) + times.load
-    prediction.adapter = later
-    prediction.ttft = prediction.ttft + later
-    prediction.completion = prediction.completion + later
-    prediction.avoidable = prediction.avoidable + times.wasted
-    prediction.first_token_share = least(prediction.ttft) / least(prediction.completion)
 
 
 def add_queue_wait(

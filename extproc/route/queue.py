@@ -8,7 +8,7 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
   first 30 s a request may wait to spare others of at least its priority: it passes over a replica
   on which they would lose more than on the replica that it waits for, by at least twice what the
   request gains. On an idle replica nobody loses anything. The expected wait counts the requests
-  queued ahead at this router, and as many at each other router, if so many are queued there. A
+  queued ahead at this and at other routers (:meth:`~extproc.route.backlog.Backlog.ahead`). A
   replica can start a request if the replica has room (:mod:`extproc.route.room`) and is not
   reserved (:meth:`~extproc.route.backlog.Backlog.reserves`). The request is decided anew when the
   expected wait has passed. The first request of a model is also decided anew every 0.2 s, and when
@@ -35,12 +35,10 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
   older requests for another model, even if their tenant received more. The bounds hold for a
   tenant, not for each request: a request that needs much KV space may wait for one replica while
   later requests of its tenant start on other replicas.
-- *Several routers.* When a request of this router ends on a replica, the router compares for each
-  router the work queued for the replica ÷ (requests there + 1). If the quotient of another router
-  is more than 1.5 times as large, this router leaves the replica to that router until 0.1 s after
-  the first such end (:mod:`extproc.route.turns`). Until then it sends no request of the priority of
-  that work or below there, of whatever model or tenant. Other room goes to the router that decides
-  first.
+- *Several routers.* A replica on which a request of this router ends may be another router's turn
+  (:mod:`extproc.route.turns`). Then, until 0.1 s after the first such end, this router sends no
+  request of the priority of that router's work or below there, of whatever model or tenant. Other
+  room goes to the router that decides first.
 - *Cost.* With n queued requests, an arrival or the end of a request costs O(log n), and a number of
   decisions that does not depend on n. A sweep decides a bounded number of requests: if thousands
   could start at once, dispatching them takes seconds.

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Generated
-from extproc.predict.completion import add_adapter, add_queue_wait, predict, work
+from extproc.predict.completion import add_queue_wait, predict, work
 from extproc.predict.correction import ErrorQuantiles
 from extproc.predict.inputs import FleetView, Floats, least, most
 from extproc.request.profile import RequestProfile
@@ -83,10 +83,8 @@ class Router:
         expected, p90 = self._output(profile, view)
         held = fleet.prefix_hits(profile.prefix, view)
         sequences = fleet.sequences(view)
-        prediction = predict(profile, expected, view, sequences, held.cached)
         adapter = fleet.adapters.times(view, fleet.now) if view.adapters else None
-        if adapter is not None:
-            add_adapter(prediction, adapter)
+        prediction = predict(profile, expected, view, sequences, held.cached, adapter)
         age, fallback = fleet.peers.digest_age, ""
         situation = Situation(
             *(profile, view, held, prediction, p90, sequences, self._random, self._turns, adapter),
@@ -283,11 +281,8 @@ class Router:
 
 
 def _without_idle_wait(choice: Choice, situation: Situation, last_chance: bool) -> Choice:
-    """Replace a choice for which the request would wait at the router in vain.
-
-    The wait is in vain if the request ends no later on a candidate that can start it now. For the
-    first ``_SPARES_S`` seconds, a candidate does not count if other requests would lose more there
-    than on the chosen candidate, by at least ``_DEAR`` times what the request gains.
+    """Replace a choice for which the request would wait at the router in vain, according to *No
+    idle waiting* in :mod:`extproc.route.queue`.
 
     If the wait is optional, the choice stays, and the request starts now: the policy has reasons
     for it, such as a cached prompt. Otherwise the new choice is the best candidate that can start
