@@ -14,10 +14,8 @@ _LENGTHS: Floats = 2.0 ** (np.arange(17 * _PER_DOUBLING + 1) / _PER_DOUBLING)
 """Representative output lengths, in tokens: four to a doubling, 1 to 131,072."""
 _LENGTHS_LIST: list[float] = _LENGTHS.tolist()
 
-_PRIOR_MEDIAN = 128.0
-_PRIOR_SPREAD = 1.2
-"""Log-normal prior, wide enough for both chat and code; a dozen observations outweigh it."""
-_PRIOR_WEIGHT = 4.0  # observations
+_PRIOR_MEDIAN, _PRIOR_SPREAD = 128.0, 1.2  # log-normal, wide enough for both chat and code
+_PRIOR_WEIGHT = 4.0  # observations; a dozen observed requests outweigh the prior
 _DECAY = 0.998  # weight of older observations after each new one: a memory of about 500 requests
 _MOST_KINDS = 512
 """Limit of the kinds without a tenant, and also of the kinds with a tenant: under a common limit,

@@ -14,10 +14,7 @@ from extproc.route.decision import Situation
 
 _NEAR_TIE = 0.1  # relative difference up to which scores are equal: about a prediction's error
 
-_QUEUE_WEIGHT = 2.0
-_KV_WEIGHT = 2.0
-_PREFIX_WEIGHT = 3.0
-"""Default weights of the queue, KV and prefix scorers of llm-d's endpoint picker."""
+_QUEUE_WEIGHT, _KV_WEIGHT, _PREFIX_WEIGHT = 2.0, 2.0, 3.0  # llm-d's defaults, for ``queue_kv``
 
 _ENOUGH = 0.3  # ``cache_aware``: cached share of the prompt above which the cache decides
 _UNEVEN_REQUESTS, _UNEVEN_RATIO = 64, 1.5  # ``cache_aware``: above both, the load decides
