@@ -102,7 +102,8 @@ def predict(
 
     On a replica that schedules by priority, W and the queue for admission leave out requests of a
     lower priority. The KV pressure leaves out sequences of a lower priority, because vLLM preempts
-    them first. Admission counts these sequences: vLLM preempts none to admit a request.
+    them first. Admission counts these sequences: vLLM preempts none to admit a request. Admission
+    is infinite for candidates that cannot hold the prompt, if another candidate can.
 
     A LoRA adapter adds max(wait for a slot − admission, 0) + load to T_first, and to ``avoidable``
     B·load, and another load if the evicted adapter is likely to be needed again.
@@ -114,8 +115,8 @@ def predict(
     because vLLM always computes the last token. An empty prompt counts as one token, because it
     takes a step as well.
     """
-    own = max(profile.sequences, 1)
-    prompt = max(profile.computed_prompt(most(view.longest_prompt)), 1.0)
+    own, context = max(profile.sequences, 1), most(view.longest_prompt)
+    prompt = max(profile.computed_prompt(context), 1.0)
     out = float(output_tokens)
     uncached: Floats | float = prompt
     cached = avoidable = held
@@ -124,7 +125,8 @@ def predict(
         uncached = prompt - cached
         avoidable = (uncached - least(uncached)) * (view.c_prefill * (view.batch + 1.0))
     wait = admission(view, sequences, own, uncached)
-    _exclude_too_small(view, profile.longest_prompt, wait)
+    if least(view.longest_prompt) < profile.longest_prompt <= context:
+        wait[view.longest_prompt < profile.longest_prompt] = np.inf  # too small for the prompt
     each_step, request, token = view.outside_steps
     outside_steps = each_step * view.decode_step + (request + token * prompt)
     prefill = _prefill_s(view, view.backlog + uncached) + outside_steps
@@ -163,14 +165,6 @@ def predict(
         preemptible,
         none,
     )
-
-
-def _exclude_too_small(view: FleetView, prompt: float, wait: Floats) -> None:
-    """Sets an infinite wait for candidates that cannot hold the prompt, if any candidate can."""
-    if least(view.longest_prompt) < prompt:
-        too_long = view.longest_prompt < prompt
-        if not too_long.all():
-            wait[too_long] = np.inf
 
 
 def backlog_s(view: FleetView) -> Floats:

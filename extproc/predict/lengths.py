@@ -30,8 +30,8 @@ _UNTENANTED = 4  # fields of the finest kind without a tenant
 
 
 def _prior() -> Floats:
-    """Returns suffix sums of the prior histogram: at ``[0, i]`` the sequences in bucket ``i`` and in
-    all later buckets, at ``[1, i]`` the tokens of these sequences."""
+    """Suffix sums of the prior histogram: at ``[0, i]`` the sequences in bucket ``i`` and in all
+    later buckets, at ``[1, i]`` the tokens of these sequences."""
     density = np.exp(-0.5 * (np.log(_LENGTHS / _PRIOR_MEDIAN) / _PRIOR_SPREAD) ** 2)
     sequences = _PRIOR_WEIGHT * density / density.sum()
     sums: Floats = np.zeros((2, _SUMS))
