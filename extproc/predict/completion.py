@@ -174,8 +174,7 @@ def backlog_s(view: FleetView) -> Floats:
 
 def _prefill_s(view: FleetView, tokens: Floats) -> Floats:
     steps = np.ceil(tokens / view.token_budget)
-    seconds: Floats = tokens * view.c_prefill + steps * view.decode_step
-    return seconds
+    return tokens * view.c_prefill + steps * view.decode_step
 
 
 def _preemptible(

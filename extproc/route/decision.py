@@ -53,8 +53,7 @@ class Situation(Struct, eq=False):
         ranked = sequences.weight * (sequences.priority >= self.profile.priority)
         every = np.bincount(sequences.replica, sequences.weight, count)
         share = np.bincount(sequences.replica, ranked, count) / np.maximum(every, 1.0)
-        lost: Floats = self.prediction.lost_by_others * share
-        return lost
+        return self.prediction.lost_by_others * share
 
 
 class Choice(Struct, eq=False):

@@ -55,8 +55,7 @@ def with_few_requests(situation: Situation, equal: Indices) -> Indices:
     few = least(requests)
     if situation.among_others and few > 0.0:
         few = requests.sum().item() / len(equal) + 1.0
-    few_requests: Indices = equal[requests <= few]
-    return few_requests
+    return equal[requests <= few]
 
 
 def lowest(scores: Floats, random: Random) -> int:
