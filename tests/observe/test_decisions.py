@@ -45,7 +45,7 @@ def test_best_candidates_and_the_chosen_replica_are_shown_of_many() -> None:
     scores[worst] = np.inf
     ids = made.situation.view.ids
     choice = replace(made.choice, first=first, scores=scores)
-    entry = logged(replace(made, choice=choice, replica=ids[first]))
+    entry = logged(replace(made, choice=choice))
     made.situation.view.excluded = (Excluded(replica(41), "r41", "draining"),) * 10
     for most, rows in ((5, [*range(5), first]), (None, range(40)), (40, range(40))):
         record = entry.record(most)

@@ -396,6 +396,14 @@ def test_answer_ends_at_the_end_of_the_context(clock: ManualClock) -> None:
     assert max(sequences.remaining) <= 6
 
 
+def test_decision_on_another_replica_has_the_work_of_that_replica() -> None:
+    decision = decide(fleet_of(ManualClock(), A10, H100), "completion", chat(1000, 100))
+    fast, on_slow = decision.work_s, decision.on(replica(1))
+    assert on_slow is not None
+    assert (decision.replica, on_slow.replica) == (replica(2), replica(1))
+    assert on_slow.work_s > 3 * fast
+
+
 def test_prompt_that_fits_nowhere_is_still_sent() -> None:
     fleet = fleet_of(ManualClock(), A10, A10)
     decision = decide(fleet, "completion", chat(100_000, 100))
