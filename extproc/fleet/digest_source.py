@@ -1,6 +1,7 @@
 """Source of the router's own digests, built from its tables when they are due."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
@@ -17,36 +18,28 @@ _SOON = EVERY_S / 2  # seconds by which a digest may be early; at the next call 
 _NOTABLE_S = 0.1  # recent decode seconds that put a replica without requests into a whole digest
 
 
+@dataclass(eq=False)
 class DigestSource:
     """Builds digests of changes, whole digests, and empty digests as signs of life.
 
     A generated token is not a change, because receivers move decoding requests forward themselves.
     """
 
-    def __init__(
-        self,
-        router: str,
-        replicas: Replicas,
-        requests: Requests,
-        progress: Progress,
-        corrections: Corrections,
-        states: Sequence[ReplicaState],
-        wall: Clock,
-    ) -> None:
-        self.admin = ""  # see Digest
-        self.queued: Callable[[], dict[str, dict[int, float]]] = dict  # see Digest
-        self._router = router
-        self._replicas = replicas
-        self._requests = requests
-        self._progress = progress
-        self._corrections = corrections
-        self._states = states
-        self._wall = wall
-        self._number = 0
-        self._sent = np.zeros((3, 0))  # counts in the last digest, see _counts
-        self._sent_queue: dict[str, dict[int, float]] = {}
-        self._sent_at = -inf
-        self._whole_at = -inf
+    _router: str
+    _replicas: Replicas
+    _requests: Requests
+    _progress: Progress
+    _corrections: Corrections
+    _states: Sequence[ReplicaState]  # by row of the replicas' table
+    _wall: Clock
+    admin: str = ""  # see Digest
+    queued: Callable[[], dict[str, dict[int, float]]] = dict  # see Digest
+    _number: int = field(default=0, init=False)
+    _sent: Floats = field(default_factory=lambda: np.zeros((3, 0)), init=False)
+    """Counts in the last digest, see :meth:`_counts`."""
+    _sent_queue: dict[str, dict[int, float]] = field(default_factory=dict, init=False)
+    _sent_at: float = field(default=-inf, init=False)
+    _whole_at: float = field(default=-inf, init=False)
 
     def due(self, now: float, no_peers: bool = False) -> Digest | None:
         """Returns the digest to send now, or None; call it every ``EVERY_S``.

@@ -1,5 +1,6 @@
 """Ledger of this router's requests in flight, from dispatch until the stream ends."""
 
+from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple, NewType, cast
 
@@ -28,19 +29,17 @@ class Generated(NamedTuple):
     counted: float  # those of ``tokens`` that the last poll counted
 
 
+@dataclass(eq=False)
 class Ledger:
     """Requests in flight. Callers name a replica by its row, and must call
     :meth:`Progress.advance` before they call a method here."""
 
-    def __init__(
-        self, replicas: Replicas, requests: Requests, progress: Progress, lengths: OutputLengths
-    ) -> None:
-        self._replicas = replicas
-        self._requests = requests
-        self._progress = progress
-        self._lengths = lengths
-        self._row: dict[int, int] = {}
-        self._tickets = 0
+    _replicas: Replicas
+    _requests: Requests
+    _progress: Progress
+    _lengths: OutputLengths
+    _row: dict[int, int] = field(default_factory=dict, init=False)  # by ticket
+    _tickets: int = field(default=0, init=False)  # issued so far
 
     def enter(self, replica: int, profile: RequestProfile, now: float, cached: float) -> Ticket:
         """Adds a request that is dispatched now; ``cached``: prompt tokens in the prefix cache."""

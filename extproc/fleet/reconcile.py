@@ -1,5 +1,6 @@
 """Reconciliation of a poll's counters with the requests that this router sent."""
 
+from dataclasses import dataclass
 from math import inf
 
 import numpy as np
@@ -15,16 +16,16 @@ _UNDER_WAY = 0.1  # seconds until the engine has a request, beside the tokenizer
 _TOKENIZED = 5e-6  # seconds of the tokenizer for each token of a prompt
 
 
+@dataclass(eq=False)
 class Reconciliation:
     """Corrects the row of a replica, and the rows of its requests, from a poll.
 
     Requests sent after the poll are added to the polled load.
     """
 
-    def __init__(self, replicas: Replicas, requests: Requests, peers: Peers) -> None:
-        self._replicas = replicas
-        self._requests = requests
-        self._peers = peers
+    _replicas: Replicas
+    _requests: Requests
+    _peers: Peers
 
     def restarted(self, row: int, steps: float) -> None:
         """Begins a replica's counts anew: its process restarted, and has made ``steps`` steps."""
@@ -34,16 +35,14 @@ class Reconciliation:
         replicas.prefilled[row] = replicas.enqueued[row]
 
     def polled(self, row: int, state: ReplicaState, asked_at: float, now: float) -> Indices:
-        """Corrects steps, prefills and external load by a poll.
+        """Corrects steps, prefills and external load by a poll; returns the rows of the replica's
+        requests.
 
         Args:
             row: row of the replica.
             state: the polled state, sampled within ``state.scrape_seconds`` after ``asked_at``.
             asked_at: when the poll was sent, in seconds on the fleet's clock.
             now: seconds on the fleet's clock.
-
-        Returns:
-            The rows of the replica's requests.
         """
         requests = self._requests
         sampled_at = asked_at + state.scrape_seconds / 2
