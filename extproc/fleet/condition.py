@@ -9,6 +9,8 @@ from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
 _FROZEN_S = 2.0  # frozen gauges stand still this long, both before and after they prove wrong
 _ANSWER_TRAVEL_S = 1.0  # time for which an answer may be on its way
+_STALE = f"no update for {STALE_AFTER_S:.0f} s, while other replicas had updates"
+_STUCK = f"nothing moved in its engine for {STUCK_S:.0f} s, though it has requests"
 
 
 @dataclass(slots=True)
@@ -39,21 +41,16 @@ class Condition:
     # -- polls ------------------------------------------------------------------------------
 
     def polled(
-        self,
-        state: ReplicaState,
-        polled_at: float,
-        now: float,
-        idle: bool,
-        prefilled_sent_at: float,
+        self, state: ReplicaState, age: float, now: float, idle: bool, prefilled_sent_at: float
     ) -> bool:
         """Takes a polled state; returns True if the choice of candidates may change.
 
-        ``idle`` and ``prefilled_sent_at`` (see :meth:`Eligibility.polled`) reveal frozen figures.
-        Either a prompt was prefilled, but no counter has moved since before the prompt was sent. Or
-        the gauges show requests, but no router knows of any: vLLM up to 0.10.1 leaves its gauges
+        The last two arguments (see :meth:`Eligibility.polled`) reveal frozen figures. Either a
+        prompt was prefilled, but no counter has moved since before the prompt was sent. Or the
+        gauges show requests, but no router knows of any: vLLM up to 0.10.1 leaves its gauges
         unchanged if all requests are aborted at once (vllm#22545).
         """
-        before, self.state = self.state, state
+        before, self.state, polled_at = self.state, state, now - age
         if is_scraped := state.scraped_at != before.scraped_at:
             self.scraped_at = polled_at
         if _figures(state) != _figures(before):
@@ -70,18 +67,14 @@ class Condition:
         return changes
 
     def check_stall(self, stale: bool, now: float) -> bool:
-        """Determines whether the replica is stalled; returns True if that changes.
-
-        ``stale``: no poll of the replica arrived for long, but polls of other replicas did.
-        """
+        """Determines whether the replica is stalled; returns True if that changes. ``stale``: as
+        :meth:`~extproc.fleet.members.Staleness.stale` finds it."""
         before, self.stalled = self.stalled, ""
         unmoved_s = self.scraped_at - self.moved_at
         if stale:
-            self.stalled = f"no update for {STALE_AFTER_S:.0f} s, while other replicas had updates"
+            self.stalled = _STALE
         elif _has_work(self.state) and not self.frozen and unmoved_s > STUCK_S:
-            self.stalled = (
-                f"nothing moved in its engine for {STUCK_S:.0f} s, though it has requests"
-            )
+            self.stalled = _STUCK
         if self.stalled and not before:
             self.trial_at = now + TRIAL_S
         return self.stalled != before

@@ -71,7 +71,7 @@ class Eligibility:
             member = self.conditions[state.id] = Condition(state, now - age, moved_at=now)
             self._changed = True
         else:
-            self._changed |= member.polled(state, now - age, now, idle, prefilled_sent_at)
+            self._changed |= member.polled(state, age, now, idle, prefilled_sent_at)
         self._set_new(member)
         if now - self._stalls_checked_at >= _STALL_CHECK_S:
             self._stalls_checked_at = now
@@ -162,11 +162,8 @@ class Eligibility:
     ) -> Candidates:
         """Returns the members that may serve a request for a model, and why the others may not.
 
-        Args:
-            model: model of the request.
-            among: members to choose from; None: all.
-            response_visible: Envoy forwards the response to the router, so that the request may be
-                a trial.
+        ``among``: members to choose from; None: all. ``response_visible``: Envoy forwards the
+        response to the router, so that the request may be a trial.
         """
         now = self._clock()
         if self._changed or now >= self._next_end:
@@ -286,8 +283,8 @@ class Eligibility:
             if reason.may_exclude(len(rejected), len(usable)):
                 excluded |= rejected
                 usable = [member for member in usable if member.state.id not in rejected]
-        if not usable and (trial := self._on_trial(members, model)):
-            del excluded[trial]
+        if not usable and (trials := self._trials(members, model)):
+            del excluded[min(trials, key=lambda member: member.trial_at).state.id]
         ids = sorted(members, key=self._rows.__getitem__)
         return replace(
             self._of(ids, [excluded.get(name, "") for name in ids], model),
@@ -298,16 +295,15 @@ class Eligibility:
             ),
         )
 
-    def _on_trial(self, members: Iterable[str], model: str) -> str | None:
-        """Returns an unhealthy member that may get a request as a trial, for pools without a usable
-        member."""
+    def _trials(self, members: Iterable[str], model: str) -> list[Condition]:
+        """Returns the unhealthy members that may get a request as a trial, for pools without a
+        usable member."""
         now = self._clock()
-        found = [
+        return [
             member
             for name in members
             if (member := self.conditions[name]).may_be_tried(now) and self._serves(model, member)
         ]
-        return min(found, key=lambda member: member.trial_at).state.id if found else None
 
     def _of(self, ids: Iterable[str], texts: Iterable[str], model: str = "") -> Candidates:
         found = [(self.conditions[name].state, why) for name, why in zip(ids, texts, strict=True)]
