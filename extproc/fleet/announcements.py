@@ -27,6 +27,14 @@ class SentPrompt(Struct, array_like=True, eq=False):
     tokens: Annotated[float, Meta(ge=0.0, le=1e9)]
     whole: int
 
+    @property
+    def empties_cache(self) -> bool:
+        return not self.tokens
+
+    @property
+    def prefix(self) -> Prefix:
+        return Prefix(self.keys, self.unit, self.tokens, self.whole)
+
 
 class PromptLog:
     """Prompts that this router sent to replicas and has not announced to other routers yet."""
@@ -39,24 +47,19 @@ class PromptLog:
         return len(self._pending)
 
     def add(self, replica: str, prefix: Prefix) -> None:
-        if prefix.tokens:
-            self._add(replica, prefix)
-
-    def emptied(self, replica: str) -> None:
-        """Announces, by a prompt without tokens, that the replica's prefix cache is empty."""
-        self._add(replica, NO_PREFIX)
-
-    def take(self) -> tuple[SentPrompt, ...]:
-        """Removes and returns the oldest prompts, at most ``_MAX_BATCH``."""
-        return tuple([self._pop() for _ in range(min(len(self._pending), _MAX_BATCH))])
-
-    def _add(self, replica: str, prefix: Prefix) -> None:
         self._pending.append(
             SentPrompt(replica, prefix.keys, prefix.unit, prefix.tokens, prefix.whole)
         )
         self._size += prefix.keys.nbytes
         while len(self._pending) > _MAX_PENDING or self._size > _MAX_PENDING_BYTES:
             self._pop()
+
+    def emptied(self, replica: str) -> None:
+        self.add(replica, NO_PREFIX)
+
+    def take(self) -> tuple[SentPrompt, ...]:
+        """Removes and returns the oldest prompts, at most ``_MAX_BATCH``."""
+        return tuple([self._pop() for _ in range(min(len(self._pending), _MAX_BATCH))])
 
     def _pop(self) -> SentPrompt:
         oldest = self._pending.popleft()

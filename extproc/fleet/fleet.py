@@ -76,7 +76,8 @@ class Fleet:
         self.peers = Peers(self.router, replicas, rows, clock, wall)
         self._prefixes = PrefixIndex(replicas)
         self.speeds = Speeds(replicas, self.members, clock)
-        self._progress = Progress(replicas, requests, self.peers, lengths, clock())
+        now = clock()
+        self._progress = Progress(replicas, requests, self.peers, lengths, now, refreshed_at=now)
         self._ledger = Ledger(replicas, requests, self._progress, lengths)
         self.adapters = AdapterSlots(replicas, rows, self._ledger, lengths)
         self._reconciliation = Reconciliation(replicas, requests, self.peers)
@@ -93,14 +94,8 @@ class Fleet:
     # -- membership and polls ---------------------------------------------------------------
 
     def put(self, state: ReplicaState, age: float = 0.0) -> None:
-        """Updates the fleet with the polled state of a replica. A new replica becomes a member.
-
-        Requests sent after the poll are added to the polled load.
-
-        Args:
-            state: the polled state.
-            age: seconds since the poll.
-        """
+        """Updates the fleet with the state of a replica, polled ``age`` seconds ago. A new replica
+        becomes a member."""
         now = self._clock()
         asked_at = now - age - state.scrape_seconds
         self._progress.advance(now)
@@ -226,9 +221,9 @@ class Fleet:
         Replicas whose figures do not move are left out, because their figures may be old. The
         result is 0 while a peer does not count, because its requests look external.
         """
-        progresses = self.eligibility.progresses
         if not self.peers.all_count:
             return 0.0
+        progresses = self.eligibility.progresses
         rows = [row for name, row in self._rows.items() if progresses(name, _MOVED_WITHIN_S)]
         return float(self._replicas.external[rows].sum())
 
@@ -243,13 +238,10 @@ class Fleet:
         cached: float = 0.0,
         response_visible: bool = True,
     ) -> Ticket:
-        """Adds to the ledger a request that is now sent to ``replica``.
+        """Adds to the ledger a request that is now sent to ``replica`` (``ip:port``).
 
-        Args:
-            replica: ``ip:port``.
-            profile: profile of the request.
-            cached: prompt tokens in the replica's prefix cache.
-            response_visible: Envoy forwards the response to the router.
+        ``cached``: prompt tokens in the replica's prefix cache. ``response_visible``: Envoy
+        forwards the response to the router.
 
         Raises:
             KeyError: the replica is not a member.
@@ -258,8 +250,7 @@ class Fleet:
         self.eligibility.sent(replica, response_visible)
         self._progress.advance(now)
         ticket = self._ledger.enter(row, profile, now, cached)
-        if self._index(row, profile.prefix):
-            self.prompt_log.add(replica, profile.prefix)
+        self._sent(row, profile.prefix)
         adapter = self.eligibility.adapter(replica, profile.model)
         self.blocks.sent(replica, profile.prefix, adapter)
         self.adapters.sent(row, ticket, adapter, now)
@@ -273,8 +264,7 @@ class Fleet:
             cached = self._prefixes.hits(prefix, np.array([row])).cached.item()
             self._ledger.move(ticket, row, now, cached)
             self.adapters.moved(ticket, row, now)
-            if self._index(row, prefix):
-                self.prompt_log.add(replica, prefix)
+            self._sent(row, prefix)
 
     def first_token(self, ticket: Ticket) -> None:
         """Marks a request's prompt, and all prompts before it on the replica, as prefilled."""
@@ -283,11 +273,8 @@ class Fleet:
         self._ledger.first_token(ticket, now)
 
     def release(self, ticket: Ticket, prefilled: bool = True) -> Generated:
-        """Removes a request from the ledger; returns its output.
-
-        Args:
-            ticket: returned by :meth:`dispatch`.
-            prefilled: the prompt, and all prompts queued before it, are known to be prefilled.
+        """Removes a request from the ledger; returns its output. ``prefilled``: its prompt, and all
+        prompts queued before it, are known to be prefilled.
 
         Raises:
             KeyError: the request was released before.
@@ -301,14 +288,8 @@ class Fleet:
         return generated
 
     def reported(self, replica: str, expected: float, prompt: float, tokens: float) -> None:
-        """Learns how far to trust the prefix index, from the cached tokens that a response reports.
-
-        Args:
-            replica: ``ip:port``.
-            expected: tokens that :meth:`prefix_hits` estimated.
-            prompt: tokens in the prompt.
-            tokens: reported cached tokens.
-        """
+        """Learns how far to trust the prefix index from a response that reports ``tokens`` cached
+        tokens of a ``prompt`` (tokens); :meth:`prefix_hits` estimated ``expected`` tokens."""
         if (row := self._rows.get(replica)) is not None:
             self._prefixes.reported(row, expected, prompt, tokens)
 
@@ -333,16 +314,20 @@ class Fleet:
         for prompt in prompts:
             if (row := self._rows.get(prompt.replica)) is None:
                 continue
-            if prompt.tokens:
-                prefix = Prefix(prompt.keys, prompt.unit, prompt.tokens, prompt.whole)
-                self._index(row, prefix)
-            else:
+            if prompt.empties_cache:
                 self._prefixes.clear(row)
+            else:
+                self._index(row, prompt.prefix)
+
+    def _sent(self, row: int, prefix: Prefix) -> None:
+        """Adds a prompt of this router to the prefix index, and announces the prompt."""
+        if self._index(row, prefix):
+            self.prompt_log.add(self.members.by_row[row].id, prefix)
 
     def _index(self, row: int, prefix: Prefix) -> bool:
-        """Adds a prompt to the prefix index; returns False if the replica has no prefix cache, or
-        the prompt is far too long for it."""
-        fits = prefix.tokens <= _MAY_FIT * self._replicas.longest_prompt.item(row)
+        """Adds a prompt to the prefix index; returns False if the prompt has no tokens or far too
+        many, or if the replica has no prefix cache."""
+        fits = 0.0 < prefix.tokens <= _MAY_FIT * self._replicas.longest_prompt.item(row)
         if caches := fits and self.members.by_row[row].prefix_caching:
             self._prefixes.enter(row, prefix, self._replicas.kv_capacity.item(row))
         return caches
@@ -386,11 +371,8 @@ class Fleet:
     ) -> FleetView:
         """Returns the replicas that may serve a request, as of now.
 
-        Args:
-            model: model of the request.
-            among: members to choose from; None: all.
-            response_visible: Envoy forwards the response to the router.
-            priority: priority of the request; requests that it may overtake do not count as queued.
+        ``priority``: priority of the request; requests that it may overtake do not count as queued.
+        The other arguments are those of :meth:`Eligibility.candidates`.
         """
         self._update()
         candidates = self.eligibility.candidates(model, among, response_visible)
@@ -432,7 +414,7 @@ class Fleet:
         self.speeds.refresh(now)
 
     def _view(self, candidates: Candidates) -> FleetView:
-        view = view_of(candidates, self._replicas, self.peers.counted)
+        view = view_of(candidates, self._replicas)
         view.outside_steps = self.speeds.first_tokens.outside_steps
         return view
 
@@ -453,6 +435,4 @@ class Fleet:
     def sequences(self, view: FleetView) -> Sequences:
         """Returns the sequences in flight on the candidates, valid until the fleet changes."""
         self._progress.look_ahead()
-        return sequences_on(
-            view.rows, self._replicas, self._requests, self.lengths, self.peers.counted
-        )
+        return sequences_on(view.rows, self._replicas, self._requests, self.lengths)

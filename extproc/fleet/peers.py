@@ -1,6 +1,6 @@
 """Load of the other routers, the peers: their last digests, moved forward in time."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping
 from itertools import islice
 from math import inf, nan
@@ -72,7 +72,6 @@ class Peers:
         self._echo_s = 0.0  # seconds that the router's last digest took to come back
         self._echo_at = -inf  # when the router's last digest came back
         self._connected_at = -inf
-        self.counted = False  # True: a peer counts
 
     def __len__(self) -> int:
         return len(self._last)
@@ -96,7 +95,7 @@ class Peers:
     @property
     def stale(self) -> bool:
         """True if there are peers and none counts."""
-        return len(self) > 0 and not self.counted
+        return len(self) > 0 and not self._replicas.peers_count
 
     @property
     def all_count(self) -> bool:
@@ -120,8 +119,8 @@ class Peers:
         return [(work, on) for work, on, counts in peers if counts and work]
 
     def take_freed(self, most: int) -> Collection[int]:
-        """Returns at most ``most`` rows in which the requests of a peer have become fewer; the
-        other such rows remain for the next call."""
+        """Removes and returns at most ``most`` rows in which the requests of a peer have become
+        fewer."""
         rows = [*islice(self._freed, most)]
         for row in rows:
             del self._freed[row]
@@ -266,14 +265,14 @@ class Peers:
         replicas.chunk[longer] = np.clip(backlog, 1.0, replicas.token_budget[longer])
 
     def _add_up(self) -> None:
-        self.counted = bool(self._counts.any())
+        self._replicas.peers_count = bool(self._counts.any())
         self._replicas.peers = np.matmul(self._counts, self._load[:FIGURES])
 
 
 def _total(queued: Mapping[str, Mapping[int, float]]) -> dict[int, float]:
     """Sums queued work over the replicas, by priority."""
-    total = dict[int, float]()
+    total = defaultdict[int, float](float)
     for work in queued.values():
         for priority, seconds in work.items():
-            total[priority] = total.get(priority, 0.0) + seconds
+            total[priority] += seconds
     return total

@@ -1,12 +1,12 @@
 """Progress of the requests in flight, moved forward between polls."""
 
+from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
 
 from extproc.fleet.digest import BACKLOG, DECODING, KV
 from extproc.fleet.peers import Peers
-from extproc.fleet.reconcile import drop_stale_load
 from extproc.fleet.tables import Replicas, Requests, count
 from extproc.predict.inputs import Floats, Indices, most
 from extproc.predict.lengths import OutputLengths
@@ -16,6 +16,7 @@ _LONGEST_UNREFRESHED = 0.05  # seconds for which the sums of replicas may stay u
 _ROUNDING = 1e-6  # tokens
 
 
+@dataclass(eq=False)
 class Progress:
     """Progress of every request in flight, by the step models of the replicas.
 
@@ -25,22 +26,14 @@ class Progress:
     a token for each step since then.
     """
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        requests: Requests,
-        peers: Peers,
-        lengths: OutputLengths,
-        now: float,
-    ) -> None:
-        self._replicas = replicas
-        self._requests = requests
-        self._peers = peers
-        self._lengths = lengths
-        self._as_of = now
-        self.refreshed_at = now  # time of the last refresh, in seconds on the clock
-        self._changed = False
-        self._looked_ahead = True
+    _replicas: Replicas
+    _requests: Requests
+    _peers: Peers
+    _lengths: OutputLengths
+    _as_of: float  # time up to which the requests were moved forward, in seconds on the clock
+    refreshed_at: float  # time of the last refresh; at first, the start
+    _changed: bool = field(default=False, init=False)
+    _looked_ahead: bool = field(default=True, init=False)
 
     def invalidate(self) -> None:
         """Marks the sums over each replica's requests as out of date, to be computed anew by
@@ -97,11 +90,10 @@ class Progress:
                 self._requeue(own[decoding & ~done])
             kv = float(requests.weight[own] @ self._set_generated(own))
         kv += replicas.held.item(row) + replicas.kv_unattributed.item(row)
+        kv += replicas.peers.item(KV, row)
         batch = replicas.decoding.item(row) + replicas.external.item(row)
-        if self._peers.counted:
-            batch += replicas.peers.item(DECODING, row)
-            kv += replicas.peers.item(KV, row)
-        replicas.batch[row], replicas.kv_used[row] = batch, max(kv, 0.0)
+        replicas.batch[row] = batch + replicas.peers.item(DECODING, row)
+        replicas.kv_used[row] = max(kv, 0.0)
         self._set_step(row)
         if len(own):
             self._look_ahead(own)
@@ -141,19 +133,19 @@ class Progress:
         )
 
     def _move(self, elapsed: float) -> None:
-        replicas, peers = self._replicas, self._peers
+        replicas = self._replicas
         decoding: Floats | float = elapsed
         part: Floats | float = 0.0
         queue = replicas.enqueued - replicas.prefilled
-        if peers.counted:
+        if replicas.peers_count:
             queue += replicas.peers[BACKLOG]
-        before = replicas.steps.copy() if peers.counted else replicas.steps
+        before = replicas.steps.copy() if replicas.peers_count else replicas.steps
         if len((queue > _ROUNDING).nonzero()[0]):
             taken, part = self._prefill(elapsed, queue)
             decoding = elapsed - taken
         replicas.steps += decoding / replicas.decode_step * (replicas.batch > 0)
-        if peers.counted:
-            peers.move(part, (replicas.steps - before) * replicas.tokens_per_step)
+        if replicas.peers_count:
+            self._peers.move(part, (replicas.steps - before) * replicas.tokens_per_step)
 
     def _prefill(self, elapsed: float, queue: Floats) -> tuple[Floats, Floats]:
         """Prefills for ``elapsed`` seconds. Returns, by replica, the seconds used and the part of
@@ -217,11 +209,11 @@ class Progress:
     def _sum_up(self) -> None:
         replicas, requests = self._replicas, self._requests
         generated = self._set_generated(slice(None))
-        drop_stale_load(replicas, self._as_of)
+        replicas.drop_stale_load(self._as_of)
         np.add(replicas.decoding, replicas.external, out=replicas.batch)
         made = np.bincount(requests.replica, requests.weight * generated, len(replicas))
         kv = made + replicas.held
-        if self._peers.counted:
+        if replicas.peers_count:
             replicas.batch += replicas.peers[DECODING]
             kv += replicas.peers[KV]
         np.maximum(kv + replicas.kv_unattributed, 0.0, out=replicas.kv_used)

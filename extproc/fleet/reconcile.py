@@ -9,7 +9,7 @@ from extproc.fleet.digest import DECODING, KV, PARTS, QUEUED, REQUESTS
 from extproc.fleet.peers import Peers
 from extproc.fleet.tables import Replicas, Requests
 from extproc.predict.inputs import Floats, Indices
-from extproc.replica_state import STALE_AFTER_S, ReplicaState
+from extproc.replica_state import ReplicaState
 
 _LATE = 0.3  # seconds of a scrape above which its figures are too old to tell external load
 _UNDER_WAY = 0.1  # seconds until the engine has a request, beside the tokenizer's
@@ -173,14 +173,3 @@ class Reconciliation:
         on."""
         replicas = self._replicas
         return replicas.decode_step.item(row) + replicas.c_prefill.item(row) * prompt_tokens
-
-
-def drop_stale_load(replicas: Replicas, now: float) -> None:
-    """Drops the external load of replicas whose last poll is stale."""
-    sampled_at = replicas.sampled_at
-    if len(replicas) and now - sampled_at[sampled_at.argmin()] > STALE_AFTER_S:
-        old = now - sampled_at > STALE_AFTER_S
-        sampled_at[old] = inf  # so that this is done once
-        replicas.unattributed_figures[:, old] = 0.0
-        replicas.external[old] = replicas.external_backlog[old] = 0.0
-        replicas.polled_waiting[old] = replicas.polled_kv_usage[old] = 0.0

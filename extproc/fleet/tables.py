@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from extproc.fleet.digest import FIGURES
 from extproc.predict.inputs import Columns, Floats, Indices
+from extproc.replica_state import STALE_AFTER_S
 
 _FIRST_CAPACITY = 16
 _LENGTHS_REMEMBERED = 64
@@ -126,6 +127,7 @@ class Replicas(Columns, Table):
     def __init__(self) -> None:
         super().__init__()
         self.peers = np.zeros((FIGURES, 0))  # load of the peers that count, by figure and replica
+        self.peers_count = False  # True: a peer counts
 
     @property
     def unattributed_figures(self) -> Floats:
@@ -134,13 +136,20 @@ class Replicas(Columns, Table):
 
     def set_external(self) -> None:
         """Sets the external sequences: the part of the unattributed sequences that two consecutive
-        polls reported.
-
-        Two polls are needed because a sequence that ended just after a scrape appears in one poll
-        only.
-        """
+        polls reported, because a sequence that ended just after a scrape appears in one poll
+        only."""
         both = np.minimum(self.unattributed, self.unattributed_before)
         np.maximum(both, 0.0, out=self.external)
+
+    def drop_stale_load(self, now: float) -> None:
+        """Drops the external load of replicas whose last poll is stale."""
+        sampled_at = self.sampled_at
+        if len(self) and now - sampled_at[sampled_at.argmin()] > STALE_AFTER_S:
+            old = now - sampled_at > STALE_AFTER_S
+            sampled_at[old] = inf  # so that this is done once
+            self.unattributed_figures[:, old] = 0.0
+            self.external[old] = self.external_backlog[old] = 0.0
+            self.polled_waiting[old] = self.polled_kv_usage[old] = 0.0
 
 
 class Requests(Table):

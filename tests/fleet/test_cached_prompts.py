@@ -35,10 +35,12 @@ def test_expected_hits_are_whole_blocks_of_the_replica(fleet: Fleet, clock: Manu
 def test_prompt_far_too_long_for_the_replica_displaces_no_cached_prompt(
     fleet: Fleet, clock: ManualClock
 ) -> None:
-    """Nor is the prompt announced: the replica refuses it at once, so a client can send many."""
+    """Nor is the prompt announced: the replica refuses it at once, so a client can send many. Nor
+    is a prompt without tokens: other routers would take the replica's cache for empty."""
     fleet.put(state(1, H100, clock, kv_tokens=100_000))
     fleet.dispatch(replica(1), request(prefix := prompt("a")))
     fleet.dispatch(replica(1), request(prompt("b", 240_000), 240_000))
+    fleet.dispatch(replica(1), request(NO_PREFIX, 0))
     assert fleet.prefix_hits(prefix, fleet.view(MODEL)).expected.max() > CACHED
     assert len(fleet.prompt_log) == 1
 
