@@ -35,15 +35,11 @@ def observe(exchange: Exchange, unread_model: str = "") -> None:
 
 async def admit(exchange: Exchange, phase: str, unread_model: str = "") -> bytes:
     """Dispatches the request to the best replica, now or after a wait in the queue; returns the
-    reply to Envoy's message.
+    reply to Envoy's message of this ``phase``, such as ``request_body``.
 
     If no replica is usable and Envoy has a fallback, the reply leaves the choice to Envoy.
-
-    Args:
-        exchange: the request; its body is replaced by the body for the chosen replica.
-        phase: kind of Envoy's message to reply to, such as ``request_body``.
-        unread_model: the model, if the router does not read the body because it is large, and
-            estimates the profile from the body's length; otherwise empty.
+    ``unread_model``: the model, if the router does not read the body because it is large, and
+    estimates the profile from the body's length; otherwise empty.
 
     Raises:
         Refusal: the request is refused.

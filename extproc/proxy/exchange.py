@@ -180,12 +180,10 @@ class Exchange:
                 self._trace.answered(in_flight.outcome)
 
     def undispatched(self, result: str, error: str = "") -> None:
-        """Counts a request that the router does not dispatch.
+        """Counts a request that the router does not dispatch; ``error``: reason of a refusal.
 
-        Args:
-            result: ``observed``; ``unrouted``, if no replica is usable or the router does not serve
-                the body mode; or one of ``_UNSENT``, which are recorded.
-            error: reason of a refusal.
+        ``result``: ``observed``; ``unrouted``, if no replica is usable or the router does not serve
+        the body mode; or one of ``_UNSENT``, which are recorded.
         """
         self.services.metrics.requests.add(result)
         if self.services.recorder and result in _UNSENT:

@@ -1,6 +1,6 @@
 """Headers of a request, the choice of requests to steer, and the answer to ``GET /v1/models``."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from hashlib import blake2b
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pydantic_core import to_json
 
 from extproc.config import Config
-from extproc.fleet.members import Members, ModelNames
+from extproc.fleet.members import Members
 from extproc.proxy.messages import RESPONSE_SKIPPED
 from extproc.request.endpoint import Endpoint, endpoint_of
 from extproc.request.objective import first_of, session_of, targets_of
@@ -91,21 +91,14 @@ def model_list(members: Members, created: int) -> bytes:
         for adapter in adapters
     }
     same = {"object": "model", "created": created, "owned_by": "vllm", "root": None}
-    entries = [
-        {"id": name, **same, "parent": parents.get(name)}
-        | {"max_model_len": min(_contexts(members.names, name, kinds), default=None)}
-        for name in members.models
-    ]
+    entries = []
+    for name in members.models:
+        models_meant = members.names.models(name)
+        contexts = [
+            context
+            for models, _, context in kinds
+            if context and any(members.names.known(model, models) for model in models_meant)
+        ]
+        shortest = min(contexts, default=None)
+        entries.append({"id": name, **same, "parent": parents.get(name), "max_model_len": shortest})
     return to_json({"object": "list", "data": entries})
-
-
-def _contexts(
-    names: ModelNames,
-    requested: str,
-    kinds: Iterable[tuple[tuple[str, ...], tuple[str, ...], int | None]],
-) -> list[int]:
-    return [
-        context
-        for models, _, context in kinds
-        if context and any(names.known(model, models) for model in names.models(requested))
-    ]

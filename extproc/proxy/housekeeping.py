@@ -80,15 +80,8 @@ class Housekeeping:
         states = [state for fleet in fleets for state in fleet.members]
         metrics.drop_other_replicas({state.id for state in states})
         metrics.set_speeds(states)
-        mark(
-            metrics.frozen,
-            (
-                (state.id,)
-                for fleet in fleets
-                for state in fleet.members
-                if fleet.eligibility.conditions[state.id].frozen
-            ),
-        )
+        members = [each for fleet in fleets for each in fleet.eligibility.conditions.values()]
+        mark(metrics.frozen, [(member.state.id,) for member in members if member.frozen])
         serve = sum(state.serves for state in states)
         asleep = sum(state.asleep and state.healthy and state.ready for state in states)
         metrics.replicas.labels("healthy").set(serve)

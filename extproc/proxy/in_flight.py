@@ -40,19 +40,12 @@ class InFlight:
         response_visible: bool = True,
         observed: "Observed | None" = None,
     ) -> None:
-        """Adds the request to the ledger.
-
-        Args:
-            services: services of the pool.
-            decision: names the replica that has the request.
-            destination: the choice that Envoy got: ``ip:port[,ip:port]``.
-            outcome: outcome of the request, to be filled in.
-            response_visible: Envoy forwards the response to the router.
-            observed: the observed request, if Envoy alone chose the replica.
-        """
+        """Adds the request to the ledger of the replica that ``decision`` names. ``destination``:
+        the choice that Envoy got, ``ip:port[,ip:port]``. ``outcome`` is filled in later.
+        ``observed``: the observed request, if Envoy alone chose the replica."""
         self._services = services
         self._destination = destination
-        self._response_visible = response_visible
+        self._response_visible = response_visible  # Envoy forwards the response to the router
         self._observed = observed
         self._sent_at = services.clock() if observed is None else observed.sent_at
         self._envoy_samples = observed is not None and observed.envoy_samples
