@@ -121,8 +121,7 @@ class HeldBlocks:
             blocks.known_until = -inf
         elif is_up_to(blocks.number, state.kv_update):
             blocks.known_until = now + LATE_S
-        overdue = [key for key, until in blocks.expected.items() if until < now]
-        self._drop(blocks, overdue)
+        self._drop(blocks, [key for key, until in blocks.expected.items() if until < now])
 
     def sent(self, replica: str, prefix: Prefix, adapter: str) -> None:
         """Adds the blocks of a dispatched prompt at once, because the replica stores them before it
@@ -135,8 +134,7 @@ class HeldBlocks:
             blocks.expected.update(dict.fromkeys(new, until))
 
     def forget(self, replica: str) -> None:
-        blocks = self._replicas.pop(replica, None)
-        if blocks is not None:
+        if (blocks := self._replicas.pop(replica, None)) is not None:
             self._drop(blocks, [*blocks.keys])
 
     def keep(self, replicas: Container[str]) -> None:
@@ -152,14 +150,10 @@ class HeldBlocks:
     def hits(
         self, prefix: Prefix, adapters: Sequence[str], replicas: Sequence[str]
     ) -> Floats | None:
-        """Returns the tokens of a prompt that each replica holds; NaN: not known.
+        """Returns the tokens of a prompt that each replica holds; NaN: not known; None: not known
+        of any replica.
 
-        Returns None if no replica's blocks are known.
-
-        Args:
-            prefix: the prompt.
-            adapters: LoRA adapter of the request on each replica; empty: no adapter.
-            replicas: ``ip:port``.
+        ``adapters``: LoRA adapter of the request on each replica; empty: no adapter.
         """
         if not len(prefix.ids) or not self._replicas:
             return None

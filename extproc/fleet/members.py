@@ -47,12 +47,7 @@ class ModelNames:
 
     def draw(self, requested: str, among: Iterable[str], random: Random) -> str:
         """Draws one of the models that a requested name stands for, by the configured weights.
-
-        Args:
-            requested: the name in the request.
-            among: those of these models that can be served now; empty: draw among all of them.
-            random: source of the draw.
-        """
+        ``among``: those of these models that can be served now; empty: draw among all of them."""
         weights = self._draws.get(requested, {requested: 1.0})
         drawn = {model: weights[model] for model in among if weights[model]} or weights
         return random.choices(list(drawn), list(drawn.values()))[0]

@@ -48,10 +48,8 @@ class Speeds:
     def learn_first_token(self, replica: str, usual_steps: float, seconds: float) -> None:
         """Learns the speed of a replica from a first token, unless a poll has measured the speed.
 
-        Args:
-            replica: ``ip:port``.
-            usual_steps: predicted time to the first token ÷ the replica's usual step time.
-            seconds: actual time to the first token.
+        ``usual_steps``: predicted time to the first token ÷ the replica's usual step time.
+        ``seconds``: actual time to the first token.
         """
         row = self._members.rows.get(replica)
         if row in self._unmeasured:
@@ -61,14 +59,9 @@ class Speeds:
     def learn_decode(
         self, replica: str, predicted: float, actual: float, step: float = 0.0
     ) -> None:
-        """Learns the replica's ratio of actual to predicted decode time from one request.
-
-        Args:
-            replica: ``ip:port``.
-            predicted: seconds from first to last token, predicted without correction.
-            actual: seconds from first to last token.
-            step: seconds of a usual step when ``predicted`` was computed; 0: the same as now.
-        """
+        """Learns the replica's ratio of ``actual`` to ``predicted`` decode time from one request:
+        seconds from first to last token, predicted without correction. ``step``: seconds of a usual
+        step when ``predicted`` was computed; 0: the same as now."""
         if (row := self._members.rows.get(replica)) is not None:
             self.corrections.observe(row, predicted, actual, self._clock(), self._slower(row, step))
 
@@ -88,11 +81,8 @@ class Speeds:
         """Returns the indices of idle candidates whose speed no poll has measured."""
         if not self._unmeasured:
             return []
-        return [
-            at
-            for at in (view.requests == 0.0).nonzero()[0].tolist()
-            if view.rows.item(at) in self._unmeasured
-        ]
+        idle = (view.requests == 0.0).nonzero()[0].tolist()
+        return [at for at in idle if view.rows.item(at) in self._unmeasured]
 
     def favour_untried(self, view: FleetView) -> None:
         """Assumes that untried candidates are as fast, relative to their profiles, as the fastest
