@@ -195,8 +195,7 @@ class PrefixIndex:
         if cache.reported < cache.sent / 2:
             hits = max(state.cached_tokens - before.cached_tokens, 0.0) / prompts
             self._table.prefix_trust[row] = cache.learn_trust(cache.expected, hits * cache.sent)
-        cache.before, cache.sent, cache.reported = state, 0.0, 0.0
-        cache.expected = 0.0
+        cache.before, cache.sent, cache.reported, cache.expected = state, 0.0, 0.0, 0.0
 
     def _places_of(self, bitmap: int, among: bytes) -> Indices:
         """Returns the indices of a bitmap's replicas among these rows.

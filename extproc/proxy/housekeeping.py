@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from extproc.observe.changes import CounterLog, WarningLog
@@ -46,7 +46,7 @@ class Housekeeping:
         while True:
             late = self._clock() - due
             self._delays.loop_delay_s.add(min(max(late, 0.0), _EVERY_S))
-            excluded = [pair for pool in self._pools for pair in self._look_at(pool)]
+            excluded = [pair for pool in self._pools for pair in self._look_at(pool).items()]
             mark(self._metrics.excluded, excluded)
             self._set_gauges()
             self._history.look()
@@ -58,8 +58,8 @@ class Housekeeping:
             turn, due = turn + 1, self._clock() + pause_s
             await asyncio.sleep(pause_s)
 
-    def _look_at(self, pool: Services) -> Iterator[tuple[str, str]]:
-        """Do the housekeeping of one pool; yield each excluded replica with the reason."""
+    def _look_at(self, pool: Services) -> Mapping[str, str]:
+        """Do the housekeeping of one pool; return the reason of each excluded replica."""
         fleet, name, now = pool.fleet, pool.config.pool, pool.wall()
         fleet.drop_stale(TTL_S)
         excluded = pool.exclusions.look(fleet, now)
@@ -72,7 +72,7 @@ class Housekeeping:
         if pool.config.serve.steers_all:  # otherwise observed requests count as external at first
             self._metrics.external_requests.labels(name).set(fleet.external_requests)
             pool.external.add(fleet.external_requests)
-        yield from excluded.items()
+        return excluded
 
     def _set_gauges(self) -> None:
         pools, metrics = self._pools, self._metrics

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import TypeVar
@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from extproc.config import Config
 from extproc.fleet.announcements import MAX_OWNERS, MAX_PROMPT_BATCHES, OwnerMap
-from extproc.fleet.digest import EVERY_S, Digest, DigestKind
+from extproc.fleet.digest import EVERY_S, DigestKind
 from extproc.fleet.fleet import Fleet
 from extproc.ground.address import reachable
 from extproc.ground.clock import monotonic, wall
@@ -58,13 +58,7 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics, delays: De
         parts = [
             _receive(StateReader(redis, pool, skips), partial(apply, fleet)),
             _publish_admin(fleet, config.serve.admin),
-            _send_digests(
-                partial(send_digest, redis, keys),
-                fleet,
-                metrics,
-                delays,
-                OutageLog(logger, _UNSENT, _SENT, redis=address(redis)),
-            ),
+            _send_digests(redis, keys, fleet, metrics, delays),
             _receive(DigestReader(redis, pool, skips), partial(_take, fleet, metrics)),
             _send_prompts(redis, keys.prompts, fleet),
             _receive_prompts(prompts, fleet),
@@ -112,20 +106,16 @@ def apply(fleet: Fleet, change: Change) -> Iterator[None]:
 
 
 async def _send_digests(
-    send: Callable[[Digest], Awaitable[str]],
-    fleet: Fleet,
-    metrics: RouterMetrics,
-    delays: Delays,
-    outage: OutageLog,
+    redis: Redis, keys: Keys, fleet: Fleet, metrics: RouterMetrics, delays: Delays
 ) -> None:
-    backoff = reconnecting()
+    outage, backoff = OutageLog(logger, _UNSENT, _SENT, redis=address(redis)), reconnecting()
     try:
         while True:
             started = monotonic()
             digest = fleet.digests.due(started, no_peers=not fleet.peers)
             try:
                 if digest is not None:
-                    refusal = await send(digest)
+                    refusal = await send_digest(redis, keys, digest)
                     took_s = monotonic() - started
                     metrics.redis_seconds.observe(took_s)
                     delays.redis_s.add(took_s)
@@ -140,7 +130,7 @@ async def _send_digests(
             await asyncio.sleep(max(EVERY_S - (monotonic() - started), 0.0))
     finally:
         with suppress(RedisError, OSError):
-            await send(fleet.digests.farewell())
+            await send_digest(redis, keys, fleet.digests.farewell())
 
 
 async def _publish_admin(fleet: Fleet, admin: str) -> None:
