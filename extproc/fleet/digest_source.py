@@ -42,12 +42,11 @@ class DigestSource:
     _whole_at: float = field(default=-inf, init=False)
 
     def due(self, now: float, no_peers: bool = False) -> Digest | None:
-        """Returns the digest to send now, or None; call it every ``EVERY_S``.
+        """Returns the digest to send ``now`` (seconds on the fleet's clock), or None; call it every
+        ``EVERY_S``.
 
-        Args:
-            now: seconds on the fleet's clock.
-            no_peers: no other router is known. Then whole digests suffice, because a router that
-                starts reads the last whole digest from Redis.
+        ``no_peers``: no other router is known. Then whole digests suffice, because a router that
+        starts reads the last whole digest from Redis.
         """
         overdue = now - self._whole_at > WHOLE_EVERY_S - _SOON
         if no_peers and not overdue:

@@ -35,14 +35,11 @@ class Reconciliation:
         replicas.prefilled[row] = replicas.enqueued[row]
 
     def polled(self, row: int, state: ReplicaState, asked_at: float, now: float) -> Indices:
-        """Corrects steps, prefills and external load by a poll; returns the rows of the replica's
-        requests.
+        """Corrects steps, prefills and external load of the replica in ``row``; returns the rows of
+        its requests.
 
-        Args:
-            row: row of the replica.
-            state: the polled state, sampled within ``state.scrape_seconds`` after ``asked_at``.
-            asked_at: when the poll was sent, in seconds on the fleet's clock.
-            now: seconds on the fleet's clock.
+        The poll was sent at ``asked_at`` (seconds on the fleet's clock), and the state was sampled
+        within ``state.scrape_seconds`` afterwards.
         """
         requests = self._requests
         sampled_at = asked_at + state.scrape_seconds / 2

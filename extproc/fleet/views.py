@@ -71,12 +71,9 @@ def _beside(
     """Adds to the columns of :class:`Sequences` an entry for each candidate on which other senders
     have sequences. Their priority is not known, so it is infinite: no request preempts them.
 
-    Args:
-        on: the column ``replica``: candidate of each entry so far.
-        figures: the other columns, as rows of one array.
-        weight: number of sequences to add, by candidate; 0: no entry.
-        tokens: KV tokens of these sequences together.
-        remaining: tokens that these sequences will still generate together.
+    ``on`` and ``figures``: the column ``replica``, and the other columns as rows of one array. The
+    other arguments have a number for each candidate: sequences to add (0: no entry), their KV
+    tokens together, and the tokens that they will still generate together.
     """
     there = weight.nonzero()[0]
     added = np.empty((POLICY_COLUMNS, len(there)))
