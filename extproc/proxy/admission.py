@@ -17,14 +17,11 @@ from extproc.route.decision import Decision
 from extproc.route.waiting import Place, Waiting
 
 
-def observe(exchange: Exchange, unread_model: str = "") -> None:
-    """Records how the router would have decided on a request that Envoy alone handles.
-
-    ``unread_model``: as in :func:`admit`.
-    """
+def observe(exchange: Exchange) -> None:
+    """Records how the router would have decided on a request that Envoy alone handles."""
     services, started = exchange.services, exchange.services.clock()
     with suppress(Refusal):  # the replica will answer with an error
-        profile = _profile(exchange, unread_model)
+        profile = _profile(exchange)
         decision = services.router.decide(profile, exchange.headers.policy, exchange.subset)
         if decision is not None:
             services.demand.arrived(decision)
@@ -33,20 +30,18 @@ def observe(exchange: Exchange, unread_model: str = "") -> None:
     services.metrics.decision_seconds.observe(services.clock() - started)
 
 
-async def admit(exchange: Exchange, phase: str, unread_model: str = "") -> bytes:
+async def admit(exchange: Exchange, phase: str) -> bytes:
     """Dispatches the request to the best replica, now or after a wait in the queue; returns the
     reply to Envoy's message of this ``phase``, such as ``request_body``.
 
     If no replica is usable and Envoy has a fallback, the reply leaves the choice to Envoy.
-    ``unread_model``: the model, if the router does not read the body because it is large, and
-    estimates the profile from the body's length; otherwise empty.
 
     Raises:
         Refusal: the request is refused.
         Left: the stream ended while the request was queued.
     """
     services, started = exchange.services, exchange.services.clock()
-    profile = exchange.profile = _profile(exchange, unread_model)
+    profile = exchange.profile = _profile(exchange)
     if not exchange.headers.endpoint.computes:
         return exchange.reply(phase, _forward(exchange, profile))
 
@@ -98,10 +93,10 @@ def _forward(exchange: Exchange, profile: RequestProfile) -> Decision | None:
     return decision
 
 
-def _profile(exchange: Exchange, unread_model: str = "") -> RequestProfile:
-    services, headers = exchange.services, exchange.headers
-    if unread_model:
-        profile = of_length(headers.endpoint, headers.length or 0, unread_model, services.tokens)
+def _profile(exchange: Exchange) -> RequestProfile:
+    services, headers, model = exchange.services, exchange.headers, exchange.unread_model
+    if model:
+        profile = of_length(headers.endpoint, headers.length or 0, model, services.tokens)
     else:
         profile = inspect(
             headers.endpoint,

@@ -34,6 +34,9 @@ class Exchange:
         self.services = services
         self.write: Callable[[bytes], Awaitable[None]] = call.write
         self.body = BufferedBody(services.body_memory)
+        self.unread_model = ""
+        """Model of a request whose body is too large to be read: the length of the body gives the
+        profile. Empty: the router reads the body."""
         self.body_mode: int | None = None  # None: Envoy does not send the mode
         self.body_first = False  # Envoy sends the body before the headers, or instead of them
         self.full_duplex = False  # a gateway's protocol: Envoy has no fallback of its own

@@ -100,8 +100,9 @@ async def _headers_first(exchange: Exchange) -> None:
 
     The reply to the headers tells Envoy whether to send the body and the response.
     """
-    if unread_model := _unread_model(exchange):
-        await exchange.write(await admit(exchange, "request_headers", unread_model))
+    _skip_large_body(exchange)
+    if exchange.unread_model:
+        await exchange.write(await admit(exchange, "request_headers"))
         return
     services = exchange.services
     # The router needs the response if its budget of responses allows, if a failed replica may have
@@ -117,11 +118,11 @@ async def _headers_first(exchange: Exchange) -> None:
     await _route_body(exchange)
 
 
-def _unread_model(exchange: Exchange) -> str:
-    """Returns the model of a body that need not pass the router, because it is too large to be
-    read; otherwise an empty string."""
-    large = (exchange.headers.length or 0) > _most_read(exchange)
-    return (exchange.only_model or "") if large and not exchange.full_duplex else ""
+def _skip_large_body(exchange: Exchange) -> None:
+    """Sets ``unread_model`` if the body need not pass the router, because it is large and the model
+    is known."""
+    if (exchange.headers.length or 0) > _most_read(exchange) and not exchange.full_duplex:
+        exchange.unread_model = exchange.only_model or ""
 
 
 def _most_read(exchange: Exchange) -> int:
@@ -197,12 +198,12 @@ async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
     The router decides when it has the whole request, when it has as much of the request as it may
     hold, or when the response begins, whichever comes first.
     """
-    body, headers, enough, unread_model = exchange.body, exchange.headers, False, ""
+    body, headers, enough = exchange.body, exchange.headers, False
     while True:
         match message.WhichOneof("request"):
             case "request_headers":
                 body.whole = message.request_headers.end_of_stream
-                unread_model = _unread_model(exchange)
+                _skip_large_body(exchange)
             case "request_body":
                 # If trailers follow a buffered body, Envoy does not set ``end_of_stream``.
                 buffered = exchange.body_mode == messages.BUFFERED
@@ -213,16 +214,16 @@ async def _observe(exchange: Exchange, message: ProcessingRequest) -> None:
             case _:
                 exchange.unread(message)
                 break
-        reply = messages.RESPONSE_ONLY if unread_model else exchange.reply_to(message)
+        reply = messages.RESPONSE_ONLY if exchange.unread_model else exchange.reply_to(message)
         del message  # as in Exchange.read
         await exchange.write(reply)
-        if body.whole or enough or unread_model:
+        if body.whole or enough or exchange.unread_model:
             break
         message = await exchange.next()
     if not headers.readable:
         exchange.headers = headers._replace(length=body.size or headers.length)
         body.release()
-    observe(exchange, unread_model)
+    observe(exchange)
 
 
 async def _route_body(exchange: Exchange) -> None:
