@@ -91,7 +91,7 @@ class Exchange:
         if self.steered:
             self.services.metrics.refused.add(refusal.reason)
             self.undispatched("refused", refusal.reason)
-            await self.write(refuse(refusal, self.endpoint))
+            await self.write(self._answer(refusal))
         else:  # no memory for the body
             self.undispatched("observed")
 
@@ -172,7 +172,7 @@ class Exchange:
             return None
         self.services.metrics.requests.add("lost")
         self.close(lost=True)
-        return refuse(NoReplica(HUNG), self.endpoint)
+        return self._answer(NoReplica(HUNG))
 
     def close(self, lost: bool = False) -> None:
         """Ends the request if it is in flight. ``lost``: the request's replica is hung."""
@@ -194,6 +194,9 @@ class Exchange:
             self.services.recorder.refused(error or result, self.profile, since_arrival_s)
         if self._trace is not None:
             self._trace.ended(result, error)
+
+    def _answer(self, error: Refusal) -> bytes:
+        return messages.answer(error.status, error_body(error, self.endpoint), error.retry_after)
 
     # -- the choice -------------------------------------------------------------------------
 
@@ -230,7 +233,7 @@ class Exchange:
                 raise NoReplica(NONE_READY)
             reply = messages.send_to(phase, self.destination(decision))
         else:
-            reply = messages.LEAVE_ALONE if leaves_body else messages.proceed(phase)
+            reply = self.reply(phase, None)
         if self.endpoint is None:
             services.metrics.requests.add("passed")
         else:
@@ -331,8 +334,3 @@ async def _unsent(_: bytes) -> None:
 def _passed(phase: str, message: ProcessingRequest) -> bytes:
     chunk = getattr(message, phase)
     return messages.pass_chunk(phase, chunk.body, chunk.end_of_stream)
-
-
-def refuse(error: Refusal, endpoint: Endpoint | None) -> bytes:
-    """Answer to a request that the router refuses."""
-    return messages.answer(error.status, error_body(error, endpoint), error.retry_after)
