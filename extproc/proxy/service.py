@@ -164,9 +164,8 @@ class GrpcServer:
         """Serves one stream; after an error, Envoy goes on without the router.
 
         gRPC cancels this handler when Envoy resets the stream, and Envoy also resets every stream
-        that it has closed. The task that serves the stream is shielded from the cancellation and
-        reads the end of the stream, because gRPC never frees what a cancelled task was waiting for
-        (https://github.com/grpc/grpc/issues/43360).
+        that it has closed. The task that serves the stream is shielded from the cancellation, by
+        the invariant of :class:`~extproc.proxy.call.Call`, and reads the end of the stream.
         """
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         serving = asyncio.create_task(self._serve(context, ended))
