@@ -95,7 +95,7 @@ class OwnerMap:
         self.remember(key, replica)
 
     async def take_announcements(self, most: int) -> list[tuple[str, str]]:
-        """Waits for announcements; removes and returns the oldest ``most`` as (key, owner) pairs."""
+        """Waits for announcements; returns and removes the oldest ``most``, as (key, owner)."""
         await self._has_pending.wait()
         taken = [self._pending.popleft() for _ in range(min(most, len(self._pending)))]
         if not self._pending:
