@@ -17,24 +17,22 @@ from typing import Any
 from extproc.cli.arguments import CommandError, Parser
 from extproc.ground.garbage import never_garbage
 
-_COMMANDS = {
-    "serve": "Runs a router: the ext_proc server of Envoy.",
-    "poll": "Runs a poller: scrapes the replicas and writes their state to Redis.",
-    "eds": "Runs an EDS server, which tells Envoy the replicas.",
-    "check": "Finds mistakes in a configuration, an Envoy file, or a running system.",
-    "top": "Shows the running routers and their fleet, live.",
-    "explain": "Shows the last decisions of the running routers, with the reasons.",
-    "report": "Collects versions, configuration, fleet and decisions for a bug report.",
-    "what-if": "Replays recorded traffic with another policy or other replicas.",
-    "replicas": "Lists, drains and undrains replicas.",
-    "simulate": "Runs a simulated vLLM replica.",
-    "demo": "Runs Envoy, Redis, four simulated replicas, a poller and a router.",
-    "completion": "Prints a script with which a shell completes commands and options.",
-}
-_MODULES = {  # of commands that are not named as their module
-    **dict.fromkeys(("serve", "poll", "eds"), "services"),
-    **dict.fromkeys(("top", "explain"), "look"),
-    "what-if": "what_if",
+_COMMANDS = {  # module and summary of each command
+    "serve": ("services", "Runs a router: the ext_proc server of Envoy."),
+    "poll": ("services", "Runs a poller: scrapes the replicas and writes their state to Redis."),
+    "eds": ("services", "Runs an EDS server, which tells Envoy the replicas."),
+    "check": ("check", "Finds mistakes in a configuration, an Envoy file, or a running system."),
+    "top": ("look", "Shows the running routers and their fleet, live."),
+    "explain": ("look", "Shows the last decisions of the running routers, with the reasons."),
+    "report": ("report", "Collects versions, configuration, fleet and decisions for a bug report."),
+    "what-if": ("what_if", "Replays recorded traffic with another policy or other replicas."),
+    "replicas": ("replicas", "Lists, drains and undrains replicas."),
+    "simulate": ("simulate", "Runs a simulated vLLM replica."),
+    "demo": ("demo", "Runs Envoy, Redis, four simulated replicas, a poller and a router."),
+    "completion": (
+        "completion",
+        "Prints a script with which a shell completes commands and options.",
+    ),
 }
 _FILE = "edit the file that 'replicas_file' names: pollers follow its changes"
 _REMOVED = {  # commands of earlier versions, and their replacements
@@ -100,7 +98,7 @@ def command_line(whole: bool = False) -> Parser:
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", prog="extproc", parser_class=_Command
     )
-    for name, summary in _COMMANDS.items():
+    for name, (_, summary) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if whole:
             command.load()
@@ -122,9 +120,9 @@ class _Command(Parser):
 
     def load(self) -> None:
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # or gRPC's C core adds log lines
-        name = self.prog.split()[-1]
+        module, _ = _COMMANDS[self.prog.split()[-1]]
         with never_garbage():
-            command = import_module(f"extproc.cli.{_MODULES.get(name, name)}")
+            command = import_module(f"extproc.cli.{module}")
         command.add_arguments(self)
         self.set_defaults(run=command.run)
 
