@@ -20,7 +20,7 @@ from extproc.cli.configuration import add_file, configured
 from extproc.config import Config
 from extproc.envoy.live import check_live, check_replicas
 from extproc.ground.version import described
-from extproc.observe.client import RouterUnavailableError, fetch_pages, follow
+from extproc.observe.client import RouterUnavailableError, fetch_page, follow
 
 _PAGES = {"fleet.json": "/fleet", "decisions.json": "/decisions", "metrics.txt": "/metrics"}
 _SECRET = re.compile(r"(?<=://)[^?\s]+(?=@)|(?<=password=)[^&\s]+")  # logins and passwords in URLs
@@ -64,8 +64,9 @@ async def _running(config: Config, router: str, envoy_admin: str | None) -> dict
     findings = [*check_replicas(config), *await check_live(config, envoy_admin)]
     files = {"findings.txt": _lines(findings)}
     try:
-        pages = await fetch_pages(router, list(_PAGES.values()), config.admin)
-        files |= zip(_PAGES, pages, strict=True)
+        files |= {
+            name: await fetch_page(router, path, config.admin) for name, path in _PAGES.items()
+        }
         async with aclosing(follow(router, config.admin)) as snapshots:
             files["warnings.txt"] = _lines((await anext(snapshots)).get("warnings", ()))
     except (RouterUnavailableError, ValueError) as error:

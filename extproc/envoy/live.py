@@ -16,7 +16,7 @@ from extproc.envoy.live_envoy import check_live_envoy
 from extproc.fleet.members import ModelNames
 from extproc.ground.address import with_name
 from extproc.ground.clock import monotonic
-from extproc.observe.client import RouterUnavailableError, fetch_pages
+from extproc.observe.client import RouterUnavailableError, fetch_page
 from extproc.poll.discovery import RESOLVE_S, Discovery, read_replicas
 from extproc.poll.metrics_text import PageFigures, ScrapeError
 from extproc.poll.models import read_models
@@ -145,7 +145,7 @@ async def _check_lone_router(config: Config) -> list[Finding]:
     """Check a router that runs without Redis."""
     level, text = Level.OK, "alive"
     try:
-        await fetch_pages(config.serve.admin, ["/livez"], config.admin)
+        await fetch_page(config.serve.admin, "/livez", config.admin)
     except (RouterUnavailableError, ValueError):
         level = Level.ERROR
         text = f"no router answers there: {_UNROUTED}. Run 'extproc serve', or correct serve.admin"

@@ -1,11 +1,14 @@
 """HTTP client of a router's admin address: fetches decisions and live snapshots.
 
+``router`` is ``host:port`` or a URL. ``access`` has the token to send, and the certificate to
+trust; with a certificate, addresses without a scheme are https.
+
 Functions here raise :class:`RouterUnavailableError` if the router does not answer or has
 stopped, and ValueError if the token or certificate of ``access`` cannot be read.
 """
 
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from json import loads
 from typing import Any
@@ -21,6 +24,7 @@ from extproc.observe.admin import read_token
 from extproc.observe.decision import DecisionRecord
 
 _TIMEOUT_S = 10.0
+_EVENTS = "text/event-stream"
 _MOST_BYTES = 2**24  # limit of an event; the snapshot of 1,000 replicas takes 0.25 MB
 
 
@@ -37,18 +41,10 @@ def url_of(router: str, access: AdminSettings) -> str:
 async def fetch_decisions(
     router: str, request_id: str | None, most: int, access: AdminSettings
 ) -> list[DecisionRecord]:
-    """Get the newest ``most`` decisions, or all decisions about one request, oldest first; the list
-    may be empty.
-
-    Args:
-        router: admin address: ``host:port`` or a URL.
-        request_id: request to look up; None: the newest decisions of any request.
-        most: number of newest decisions; has no effect with ``request_id``.
-        access: the token to send, and the certificate to trust; with a certificate, addresses
-            without a scheme are https.
-    """
+    """Get the newest ``most`` decisions or, if ``request_id`` is given, all decisions about that
+    request; oldest first. The list may be empty."""
     query = urlencode({"last": most} if request_id is None else {"request_id": request_id})
-    (page,) = await fetch_pages(router, [f"/decisions?{query}"], access)
+    page = await fetch_page(router, f"/decisions?{query}", access)
     try:
         return decode(page, type=list[DecisionRecord])
     except ValueError as error:
@@ -59,19 +55,16 @@ async def fetch_decisions(
         ) from None
 
 
-async def fetch_pages(router: str, paths: Sequence[str], access: AdminSettings) -> list[bytes]:
-    """Get pages of a router's admin address, by path and query."""
-    url, pages = url_of(router, access), []
-    for path in paths:
-        async with _get(url, path, access) as response:
-            pages.append(await response.read())
-    return pages
+async def fetch_page(router: str, path: str, access: AdminSettings) -> bytes:
+    """Get a page of a router's admin address; ``path``: with the query."""
+    async with _get(url_of(router, access), path, access) as response:
+        return await response.read()
 
 
 async def follow(router: str, access: AdminSettings) -> AsyncGenerator[dict[str, Any]]:
     """Yield live snapshots, as :mod:`extproc.observe.dashboard.snapshot` describes them."""
-    url, kind = url_of(router, access), "text/event-stream"
-    async with _get(url, "/dashboard/events", access, kind, total_s=None) as events:
+    url = url_of(router, access)
+    async with _get(url, "/dashboard/events", access, endless=True) as events:
         try:
             while event := await events.content.readuntil(b"\n\n"):
                 yield loads(event.removeprefix(b"data: "))
@@ -83,17 +76,16 @@ async def follow(router: str, access: AdminSettings) -> AsyncGenerator[dict[str,
 
 @asynccontextmanager
 async def _get(
-    url: str,
-    path: str,
-    access: AdminSettings,
-    kind: str = "",  # expected content type; empty: any
-    total_s: float | None = _TIMEOUT_S,  # for the whole response
+    url: str, path: str, access: AdminSettings, endless: bool = False
 ) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Open a response; ``endless``: a response of events, which never ends."""
     token = access.token_file and read_token(access.token_file)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     cert = access.tls_cert
     trusted = trusting(read_certificates("admin.tls_cert", cert)) if cert else True
-    timeout = aiohttp.ClientTimeout(total_s, connect=_TIMEOUT_S, sock_read=_TIMEOUT_S)
+    timeout = aiohttp.ClientTimeout(
+        None if endless else _TIMEOUT_S, connect=_TIMEOUT_S, sock_read=_TIMEOUT_S
+    )
     try:
         async with (
             aiohttp.ClientSession(read_bufsize=_MOST_BYTES, timeout=timeout) as session,
@@ -105,8 +97,8 @@ async def _get(
                 )
             if response.status != 200:
                 raise _no_router(url, f"status {response.status}")
-            if kind and response.content_type != kind:
-                raise _no_router(url, f"{response.content_type} instead of {kind}")
+            if endless and response.content_type != _EVENTS:
+                raise _no_router(url, f"{response.content_type} instead of {_EVENTS}")
             yield response
     except aiohttp.SocketTimeoutError:
         raise RouterUnavailableError(
