@@ -83,12 +83,12 @@ def dashboard_routes(pools: Sequence[ObservedPool]) -> list[web.RouteDef]:
 
     async def decision(request: web.Request) -> web.Response:
         number = whole_number(request, "number")
-        for record in log.after(number - 1, 1):
-            if record.number == number:
-                # In a thread: a thousand candidates take long, and requests come first.
-                body = await asyncio.to_thread(_compared, record.record())
-                return web.Response(body=body, content_type="application/json", headers=_HEADERS)
-        raise web.HTTPNotFound(text="that decision is no longer kept (serve.decisions_kept)\n")
+        record = next(iter(log.after(number - 1, 1)), None)
+        if record is None or record.number != number:
+            raise web.HTTPNotFound(text="that decision is no longer kept (serve.decisions_kept)\n")
+        # In a thread: a thousand candidates take long, and requests come first.
+        body = await asyncio.to_thread(_compared, record.record())
+        return web.Response(body=body, content_type="application/json", headers=_HEADERS)
 
     return [
         web.get("/dashboard/events", events, allow_head=False),
