@@ -23,7 +23,8 @@ from extproc.ground.tls import trusting
 from extproc.observe.admin import read_token
 from extproc.observe.decision import DecisionRecord
 
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 10.0  # to connect, and between two parts of a response
+_WHOLE_S = 30.0  # for a whole response; longer, so that a hung router counts as silent
 _EVENTS = "text/event-stream"
 _MOST_BYTES = 2**24  # limit of an event; the snapshot of 1,000 replicas takes 0.25 MB
 
@@ -83,9 +84,8 @@ async def _get(
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     cert = access.tls_cert
     trusted = trusting(read_certificates("admin.tls_cert", cert)) if cert else True
-    timeout = aiohttp.ClientTimeout(
-        None if endless else _TIMEOUT_S, connect=_TIMEOUT_S, sock_read=_TIMEOUT_S
-    )
+    whole_s = None if endless else _WHOLE_S
+    timeout = aiohttp.ClientTimeout(whole_s, connect=_TIMEOUT_S, sock_read=_TIMEOUT_S)
     try:
         async with (
             aiohttp.ClientSession(read_bufsize=_MOST_BYTES, timeout=timeout) as session,
@@ -121,8 +121,10 @@ def _no_router(url: str, answer: str) -> RouterUnavailableError:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
+    if isinstance(error, aiohttp.ServerTimeoutError):
         return f"no answer within {_TIMEOUT_S:g} s"
+    if isinstance(error, TimeoutError):
+        return f"no whole answer within {_WHOLE_S:g} s"
     # Subclasses, for errors of DNS and TLS, have error numbers of other kinds.
     if type(error) is aiohttp.ClientConnectorError and error.os_error.errno:
         return os.strerror(error.os_error.errno).lower()
