@@ -265,6 +265,19 @@ async def test_hung_router_is_an_error_of_its_own(
     assert line.startswith(f"extproc {command}: {accepts}")
 
 
+async def test_page_that_does_not_end_is_an_error_of_one_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def begin(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[")
+
+    monkeypatch.setattr(client, "_WHOLE_S", 0.2)
+    async with await asyncio.start_server(begin, "127.0.0.1") as server:
+        address = "{}:{}".format(*server.sockets[0].getsockname())
+        (line,) = await run("explain", "--router", address, status=1)
+    assert ": no whole answer within 0.2 s: check that a router runs" in line
+
+
 @pytest.mark.parametrize("command", ["explain", "top"])
 async def test_missing_router_is_an_error_of_one_line(run: Run, command: str) -> None:
     address = f"127.0.0.1:{free_port()}"
