@@ -31,9 +31,12 @@ class Progress:
     _peers: Peers
     _lengths: OutputLengths
     _as_of: float  # time up to which the requests were moved forward, in seconds on the clock
-    refreshed_at: float  # time of the last refresh; at first, the start
+    refreshed_at: float = field(init=False)  # time of the last refresh; at first, the start
     _changed: bool = field(default=False, init=False)
     _looked_ahead: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        self.refreshed_at = self._as_of
 
     def invalidate(self) -> None:
         """Marks the sums over each replica's requests as out of date, to be computed anew by

@@ -149,6 +149,7 @@ class Backoff:
         self._random = random
 
     def next(self) -> float:
+        """Returns the seconds to wait after one more failure."""
         wait_s, self._next_s = self._next_s, min(2 * self._next_s, self._most_s)
         return wait_s * self._random.uniform(0.5, 1.0)
 

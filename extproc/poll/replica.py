@@ -60,7 +60,7 @@ class PollContext:
 
 class PolledReplica:
     """Scrapes one replica until stopped, and publishes its state after each scrape, successful or
-    not."""
+    not. ``known``: last state that the replica's previous poller wrote."""
 
     def __init__(self, target: Target, known: ReplicaState | None, context: PollContext) -> None:
         self.target = target
