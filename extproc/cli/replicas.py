@@ -24,7 +24,9 @@ from extproc.share.envelope import Skips
 from extproc.share.replicas import StateReader
 
 _CHECK_EVERY_S = 0.1  # between reads of a draining replica's state
-_EMPTY_SCRAPES = 2  # in a row without requests: at the first scrape, a request may be in transit
+_EMPTY_SCRAPES = 3
+"""Scrapes in a row without requests that show an empty replica. The first may be older than the
+drain; at the second, a request may be in transit."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
