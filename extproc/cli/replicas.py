@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -65,11 +65,19 @@ def run(args: argparse.Namespace) -> int:
     known = [each.pool for each in config.each_pool]
     if config.pools and pool not in known:
         raise UsageError(f"no pool {pool!r} is configured{suggest(pool, known)}")
-    print(asyncio.run(_run(args, config.redis, pool)))
+    asyncio.run(_print(_results(args, config.redis, pool)))
     return 0
 
 
-async def _run(args: argparse.Namespace, settings: RedisSettings, pool: str) -> str:
+async def _print(results: AsyncIterator[str]) -> None:
+    async for result in results:
+        print(result, flush=True)
+
+
+async def _results(
+    args: argparse.Namespace, settings: RedisSettings, pool: str
+) -> AsyncIterator[str]:
+    """Carry out the action; yield the texts to print, each as soon as it is known."""
     async with connect(settings, pool) as redis:
         try:
             drains, states = DrainStore(redis, pool), StateReader(redis, pool)
@@ -77,20 +85,21 @@ async def _run(args: argparse.Namespace, settings: RedisSettings, pool: str) -> 
             if args.action == "list":
                 if not replicas and not (await known_pollers(redis, pool, Skips()))[0]:
                     raise CommandError(f"nothing is known of pool {pool!r}: no poller of it runs")
-                return _listed(replicas, pool, args.json)
+                yield _listed(replicas, pool, args.json)
+                return
             replica = _find(replicas, args.replica, pool)
             await drains.write({replica.id: args.action == "drain"})
             if args.action == "undrain":
                 result = "gets requests again" if replica.drained else "was not drained"
-                return f"{replica.title} {result}"
+                yield f"{replica.title} {result}"
+                return
             text = f"{replica.title} is draining"
             text += f": {_load(replica.state)}" if replica.state else ""
             if not _is_replaceable(replica, replicas):
                 text += "\nno other replica can serve its models: this replica still gets requests"
-            if args.wait is None:
-                return text
-            print(text, flush=True)
-            return await _until_empty(states, replica, args.wait)
+            yield text
+            if args.wait is not None:
+                yield await _until_empty(states, replica, args.wait)
         except (RedisError, OSError) as error:
             raise CommandError(f"Redis at {address(redis)} (redis.url): {error}") from None
 

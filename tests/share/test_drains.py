@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from itertools import count
@@ -152,6 +154,22 @@ async def test_drained_pod_that_is_not_ready_is_empty_if_its_scrapes_say_so(
                 break
     assert f"{pod.id} is empty after " in await waiting
     assert scrape >= 3, "the first scrape may be older than the drain"
+
+
+async def test_reader_that_leaves_ends_a_drain_without_an_error(
+    redis_server: RedisServer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with connect(redis_server.url, "default") as redis:
+        await StateWriter(redis, "default", ttl_s=10).put([ReplicaState(id=HERE)])
+    read, write = os.pipe()
+    os.close(read)
+    words = ["replicas", "drain", HERE, "--wait", "60", "--redis.url", redis_server.url]
+    with os.fdopen(write, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        assert await asyncio.to_thread(main, words) == 141
+    assert capsys.readouterr().err == ""
 
 
 async def test_sleeping_replica_is_shown_and_replaces_no_other(
