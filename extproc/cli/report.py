@@ -81,7 +81,7 @@ def _versions() -> bytes:
 
 
 def _lines(lines: Iterable[object]) -> bytes:
-    return "".join(f"{line}\n" for line in lines).encode()
+    return "".join(f"{_SECRET.sub('***', str(line))}\n" for line in lines).encode()
 
 
 def _without_secrets(value: Any) -> Any:

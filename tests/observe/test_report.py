@@ -18,7 +18,7 @@ from extproc.proxy.services import Services
 from tests.observe.conftest import Run, decide
 from tests.proxy.conftest import router_of
 
-Report = Callable[[str], Awaitable[dict[str, str]]]
+Report = Callable[..., Awaitable[dict[str, str]]]
 SECRETS = "hunter2", "swordfish"
 REDIS = "redis://{}@127.0.0.1:1/0"
 
@@ -39,8 +39,8 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def report(bundle: Path) -> Report:
-    async def report(router: str) -> dict[str, str]:
-        argv = ["report", "--router", router, "--output", str(bundle)]
+    async def report(router: str, *arguments: str) -> dict[str, str]:
+        argv = ["report", "--router", router, "--output", str(bundle), *arguments]
         assert await asyncio.to_thread(main, argv) == 0
         return unpacked(bundle)
 
@@ -90,6 +90,13 @@ async def test_report_without_a_router_says_so(report: Report) -> None:
     files = await report(address)
     assert f"no router answers at http://{address}" in files["router.txt"]
     assert "fleet.json" not in files
+
+
+async def test_report_has_no_password_of_an_address_on_the_command_line(report: Report) -> None:
+    router, envoy = (f"http://ops:{secret}@127.0.0.1:1" for secret in SECRETS)
+    files = await report(router, "--envoy-admin", envoy)
+    assert "no router answers at http://***@127.0.0.1:1" in files["router.txt"]
+    assert "Envoy http://***@127.0.0.1:1: " in files["findings.txt"]
 
 
 async def test_report_that_cannot_be_written_names_the_file(run: Run, bundle: Path) -> None:
