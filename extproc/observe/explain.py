@@ -158,7 +158,7 @@ def comparison(record: DecisionRecord, router: str = "") -> str:
         lines += ["", "excluded"]
         column = min(max(len(name) for name, _ in compared.excluded), 40) + 2
         for name, why in compared.excluded:
-            lines += paragraph(why, column, name)
+            lines += paragraph(why, column, f"{name}  ")
     return "\n".join(lines)
 
 

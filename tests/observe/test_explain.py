@@ -165,6 +165,15 @@ async def test_excluded_replicas_are_listed_with_the_reason(services: Services, 
     ]
 
 
+async def test_long_name_of_an_excluded_replica_is_apart_from_the_reason(
+    services: Services, show: Run
+) -> None:
+    pod = "vllm-llama-8b-instruct-deployment-7d9f8b6c5d-x2x4z"
+    decision = decide(services, chat(10), ID).decision
+    decision.situation.view.excluded = (Excluded(replica(3), pod, "draining"),)
+    assert (await show(ID))[-1] == f"{pod}  draining"
+
+
 async def test_json_is_the_answer_of_the_router(services: Services, show: Run) -> None:
     record = to_builtins(decide(services, chat(10), ID).record())
     for arguments in ((ID,), ()):
