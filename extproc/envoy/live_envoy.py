@@ -30,7 +30,8 @@ async def check_live_envoy(url: str, config: Config, replicas: Mapping[str, str]
             clusters = await _get(session, f"{url}/clusters?format=json")
         hosts = {cluster["name"]: _hosts(cluster) for cluster in clusters["cluster_statuses"]}
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        return [Finding("envoy", Level.ERROR, where, _NO_ANSWER.format(error or "no answer"))]
+        problem = str(error) or f"no answer within {_PATIENCE.total:g} s"
+        return [Finding("envoy", Level.ERROR, where, _NO_ANSWER.format(problem))]
     except (LookupError, TypeError, AttributeError):
         text = _NO_ANSWER.format("this answer is not Envoy's")
         return [Finding("envoy", Level.ERROR, where, text)]

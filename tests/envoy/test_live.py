@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from extproc.cli import main
 from extproc.config import Config
+from extproc.envoy import live_envoy
 from extproc.lab.harness.envoy_config import Bootstrap, socket_address
 from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.stack import FLEET, SimulatedReplica
@@ -370,6 +371,17 @@ async def test_other_server_at_envoy_admin_is_error(check: Check, answer: str) -
         error, *_ = bad(await check(alone(replica.id), "--envoy-admin", url, status=1))
     assert f"Envoy {url}: " in error
     assert "is this its admin address?" in error
+
+
+async def test_silent_envoy_is_error_with_the_time_waited(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_envoy, "_PATIENCE", aiohttp.ClientTimeout(total=0.2))
+    async with serving() as replica:
+        replica.answers["/config_dump"] = hang
+        url = f"http://{replica.id}"
+        error, *_ = bad(await check(alone(replica.id), "--envoy-admin", url, status=1))
+    assert f"Envoy {url}: no answer within 0.2 s: is Envoy running" in error
 
 
 async def test_refused_update_of_envoy_is_error(check: Check) -> None:
