@@ -206,14 +206,19 @@ async def _check_replica(
     id_: str,
 ) -> list[Problem]:
     """Check a replica's answers and its state in Redis; add its models to ``served``."""
+    reported = [*_check_state(id_, snapshot)]
     began = monotonic()
     try:
         figures = await scrape(session, id_)
     except ScrapeError as error:
-        text = f"{error}: it gets no requests. Start it, or correct its address (replicas)"
-        return [(Level.ERROR, text)]
+        if snapshot is None or reported:
+            text = f"{error}: it gets no requests. Start it, or correct its address (replicas)"
+            return [(Level.ERROR, text)]
+        served.update(*(state.models for state in snapshot.states if state.id == id_))
+        text = f"{error}. Pollers reach it: run this command on the machine of a poller"
+        return [(Level.WARNING, text)]
     took_s = monotonic() - began
-    problems = [*_check_figures(figures), *_check_state(id_, snapshot)]
+    problems = [*_check_figures(figures), *reported]
     if took_s > config.poll.timeout_s:
         text = (
             f"a scrape took {took_s:.2f} s, longer than poll.timeout_s "

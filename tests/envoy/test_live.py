@@ -19,9 +19,11 @@ from extproc.lab.harness.envoy_config import Bootstrap, socket_address
 from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.stack import FLEET, SimulatedReplica
 from extproc.observe.admin import serve_admin
+from extproc.replica_state import ReplicaState
 from extproc.share import assignment
 from extproc.share.connection import Keys, connect
 from extproc.share.drains import DrainStore
+from extproc.share.replicas import StateWriter
 from tests.conftest import RedisServer
 from tests.e2e.stack import EdsStack, PatientStack, here, patient
 from tests.envoy.members import EnvoyMembers
@@ -127,6 +129,20 @@ async def test_replica_that_no_poller_scrapes_is_error(
         await add_router(redis_server)
         _, line = bad(await check(config(redis_server, other), status=1))
     assert f"replica {other.id}: no poller scrapes it: it gets no requests" in line
+
+
+async def test_replica_that_only_pollers_reach_is_no_error(
+    redis_server: RedisServer, check: Check
+) -> None:
+    far = ReplicaState(id=f"127.0.0.1:{free_port()}", models=("tiny",), life_s=60.0)
+    async with connect(redis_server.url, "default") as redis:
+        await StateWriter(redis, "default", far.life_s).put([far])
+    await add_router(redis_server)
+    settings = config(redis_server, route={"models": {"chat": "tiny"}})
+    no_poller, line = bad(await check(settings, status=1))
+    assert "no poller" in no_poller
+    refused = "cannot connect: connection refused. Pollers reach it: run this command on"
+    assert line.startswith(f"warning  replica {far.id}: {refused}")
 
 
 async def test_missing_router_without_redis_is_error(check: Check) -> None:
