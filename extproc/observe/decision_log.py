@@ -25,12 +25,7 @@ _OUTCOME = RequestOutcome.__struct_fields__
 _DIGITS = 5
 _MOST_CANDIDATES = 100_000  # in all stored decisions, about 20 MB
 MOST_RESULTS = 5000  # most prediction results kept for a pool
-
-
-class LiveOutcome(RequestOutcome):
-    """Outcome of a request that may not have ended yet."""
-
-    overloaded: bool = False  # Envoy answered 503 itself: a circuit breaker was full
+OVERLOADED = "overloaded"  # fault: Envoy answered 503 itself, because a circuit breaker was full
 
 
 class LoggedDecision(msgspec.Struct, eq=False):
@@ -42,7 +37,7 @@ class LoggedDecision(msgspec.Struct, eq=False):
     decision: Decision
     pool: str = ""
     observed: bool = False  # Envoy alone chose the replica
-    outcome: LiveOutcome = msgspec.field(default_factory=LiveOutcome)
+    outcome: RequestOutcome = msgspec.field(default_factory=RequestOutcome)
 
     @property
     def compared(self) -> int:
@@ -218,6 +213,10 @@ class ObservedPool:
     delays: Delays  # shared by all pools
     history: History  # shared by all pools
     external: Average  # requests on the pool's replicas that no router sent
+    envoy_faults: dict[str, float]
+    """Faults that responses showed in Envoy (a :class:`NotFollowed`, or ``OVERLOADED``), each with
+    the last time on the clock."""
+
     exclusions: Exclusions
     onsets: Onsets
     routers: Presence  # the peers

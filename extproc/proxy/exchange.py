@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Container, Mapping
 from typing import Any
 
-from extproc.observe.decision_log import LiveOutcome, summary_of
+from extproc.observe.decision import RequestOutcome
+from extproc.observe.decision_log import summary_of
 from extproc.observe.traces import Trace
 from extproc.proxy import messages
 from extproc.proxy.body_memory import BufferedBody
@@ -253,7 +254,7 @@ class Exchange:
         if self._trace is not None:
             self._trace.sent(decision, self.headers.request_id, services.config.pool, waited)
 
-    def _logged(self, decision: Decision, observed: bool = False) -> LiveOutcome:
+    def _logged(self, decision: Decision, observed: bool = False) -> RequestOutcome:
         services = self.services
         return services.log.add(
             self.headers.request_id, services.wall(), decision, services.config.pool, observed

@@ -4,8 +4,8 @@ import logging
 from math import isfinite
 from typing import NamedTuple
 
-from extproc.observe.decision import NotFollowed
-from extproc.observe.decision_log import LiveOutcome, PredictionResult
+from extproc.observe.decision import NotFollowed, RequestOutcome
+from extproc.observe.decision_log import OVERLOADED, PredictionResult
 from extproc.proxy import messages
 from extproc.proxy.messages import Upstream
 from extproc.proxy.proto.ext_proc_pb2 import ProcessingRequest
@@ -36,7 +36,7 @@ class InFlight:
         services: Services,
         decision: Decision,
         destination: str,
-        outcome: LiveOutcome,
+        outcome: RequestOutcome,
         response_visible: bool = True,
         observed: "Observed | None" = None,
     ) -> None:
@@ -69,8 +69,7 @@ class InFlight:
         message = request.response_headers
         headers = messages.headers_of(message, _RESPONSE_HEADERS)
         self.outcome.status = messages.status_of(headers)
-        self.outcome.overloaded = _OVERLOADED in headers
-        self._served(messages.upstream_of(request))
+        self._served(messages.upstream_of(request), _OVERLOADED in headers)
         if message.end_of_stream or self._envoy_samples:
             return False
         if reads := self._reads_body(headers.get("content-type", "")):
@@ -150,13 +149,17 @@ class InFlight:
             )
         services.queue.request_ended(self.served_by)
 
-    def _served(self, upstream: Upstream) -> None:
-        """Records which replica answered and, if this is not the chosen replica, why."""
+    def _served(self, upstream: Upstream, overloaded: bool) -> None:
+        """Records which replica answered and, if this is not the chosen replica, why.
+        ``overloaded``: Envoy itself answered, because a circuit breaker was full."""
         services, chosen, address = self._services, self.served_by, upstream.address
         reason = self._not_followed(upstream)
         if reason is not None:
             self.outcome.not_followed = reason
             services.metrics.not_followed.add(reason)
+            services.envoy_faults[reason] = services.clock()
+        if overloaded:
+            services.envoy_faults[OVERLOADED] = services.clock()
         if address != chosen and address in services.fleet.members:
             services.fleet.move(self._ticket, address, self._forecast.profile.prefix)
             services.fleet.sessions.record(self._forecast.profile.session, address)
@@ -165,7 +168,7 @@ class InFlight:
         status = self.outcome.status or 0
         services.metrics.responses.add(f"{status // 100}xx")
         retried = reason is NotFollowed.RETRY
-        failed = status >= 500 and not self.outcome.overloaded
+        failed = status >= 500 and not overloaded
         if reason is not None and self.served_by == chosen:
             return  # a server that no poller knows answered
         if 400 <= status < 500:
@@ -184,7 +187,7 @@ class InFlight:
             unavailable = status == _UNAVAILABLE and not upstream.is_unsent
             why = "no connection" if upstream.is_unsent else f"status {status}"
             self._failed(self.served_by, why, unavailable, counts)
-        elif not self.outcome.overloaded and services.fleet.eligibility.succeeded(self.served_by):
+        elif not overloaded and services.fleet.eligibility.succeeded(self.served_by):
             title = services.fleet.members.title(self.served_by)
             logger.info(f"replica {title} recovered: a request succeeded")
 
@@ -297,7 +300,7 @@ class Observed(NamedTuple):
 
     services: Services
     decision: Decision  # the router's choice
-    outcome: LiveOutcome
+    outcome: RequestOutcome
     sent_at: float  # seconds on the router's clock
     envoy_samples: bool  # Envoy, not the router, decides which response bodies are forwarded
 

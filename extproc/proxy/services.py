@@ -107,6 +107,7 @@ def parts_of_pool(config: Config, random: Random, clock: Clock, wall: Clock) -> 
         "responses": Budget(_RESPONSES_PER_S, 1.0),
         "results": deque(maxlen=MOST_RESULTS),
         "external": Average(clock),
+        "envoy_faults": {},
         "exclusions": Exclusions(),
         "onsets": Onsets(wall),
         "routers": Presence("routers", config.pool),

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from extproc.config import Config
+from extproc.observe.dashboard.warnings import pool_warnings
 from extproc.observe.metrics import RouterMetrics
 from extproc.predict.completion import Prediction
 from extproc.proxy.services import Services
@@ -495,6 +496,18 @@ async def test_second_retry_that_a_third_replica_serves_is_a_retry(
     await stream.answer(upstream=third, attempts=3, held=",".join(tried))
     assert samples(services.metrics.not_followed) == {("retry",): 1.0}
     assert value(registry, "failures_total", {"replica": tried[0]}) == 1
+
+
+@pytest.mark.parametrize("config", [config_of(state="memory", serve={"decisions_kept": 0})])
+async def test_page_warns_of_a_decision_not_followed_whose_record_is_gone(
+    stream: Stream, services: Services
+) -> None:
+    put_replicas(services, 3)
+    tried = destination(await stream.ask())
+    (third,) = {*map(replica, (1, 2, 3))} - {*tried}
+    await stream.answer(upstream=third, attempts=1)
+    (warning,) = pool_warnings(services, services.fleet.overview(), ())
+    assert warning.startswith("Envoy did not follow decisions in the last minute: Envoy's fallback")
 
 
 @pytest.mark.parametrize(("status", "failed"), [(200, True), (500, True), (401, False)])

@@ -7,6 +7,7 @@ aloud.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from math import inf
 from statistics import median_high
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from extproc.ground.text import natural
 from extproc.observe.changes import Presence
 from extproc.observe.decision import NotFollowed
-from extproc.observe.decision_log import ObservedPool, PredictionResult
+from extproc.observe.decision_log import OVERLOADED, ObservedPool, PredictionResult
 from extproc.predict.inputs import FleetView
 from extproc.predict.step import profile_or_default
 from extproc.replica_state import STALE_AFTER_S, ReplicaState
@@ -74,8 +75,7 @@ def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
             f"Redis stores nothing: {refusal}. A new poller does not get ready. Read the log of "
             "Redis, or give it more memory (maxmemory)."
         )
-    lately = pools[0].log.since(pools[0].wall() - _LATELY_S)
-    if any(decision.outcome.overloaded for decision in lately):
+    if any(_lately(pool, OVERLOADED) for pool in pools):
         yield Costly(
             "A circuit breaker of Envoy was full in the last minute: Envoy answered 503 itself. "
             "Raise the limits of the breaker (circuit_breakers)."
@@ -204,13 +204,15 @@ def _remedy(state: ReplicaState) -> str:
 
 def _not_followed(pool: ObservedPool) -> Iterator[str]:
     """Yield a warning for each reason, except a retry, why Envoy ignored recent decisions."""
-    lately = pool.log.since(pool.wall() - _LATELY_S)
-    reasons = {each.outcome.not_followed for each in lately if each.pool == pool.config.pool}
-    if NotFollowed.FALLBACK in reasons:  # such a policy takes the second choice by chance, too
-        reasons.discard(NotFollowed.UNKNOWN_ADDRESS)
     for reason, cause in _NOT_FOLLOWED.items():
-        if reason in reasons:
+        # Envoy's fallback policy takes the second choice by chance, too.
+        by_chance = reason is NotFollowed.UNKNOWN_ADDRESS and _lately(pool, NotFollowed.FALLBACK)
+        if _lately(pool, reason) and not by_chance:
             yield f"Envoy did not follow decisions in the last minute: {cause}."
+
+
+def _lately(pool: ObservedPool, fault: str) -> bool:
+    return pool.clock() - pool.envoy_faults.get(fault, -inf) <= _LATELY_S
 
 
 def _frozen(pool: ObservedPool) -> Iterator[str]:

@@ -14,8 +14,7 @@ from extproc.config import Config, HoldSettings
 from extproc.fleet.digest import NOTHING, Digest, DigestKind
 from extproc.ground.clock import time_of_day
 from extproc.observe.dashboard.snapshot import snapshot
-from extproc.observe.decision import NotFollowed
-from extproc.observe.decision_log import LoggedDecision
+from extproc.observe.decision_log import OVERLOADED, LoggedDecision
 from extproc.observe.history import Delays, History
 from extproc.predict.step import hardware_profile
 from extproc.proxy.services import Services
@@ -556,7 +555,7 @@ def test_decisions_not_followed_are_warned_of_by_cause(
     services: Services, reasons: list[str], causes: list[str]
 ) -> None:
     for reason in reasons:
-        dispatch(services).outcome.not_followed = NotFollowed(reason)
+        services.envoy_faults[reason] = services.clock()
     begin = "Envoy did not follow decisions in the last minute: "
     found = warnings(services)
     assert len(found) == len(causes)
@@ -565,7 +564,7 @@ def test_decisions_not_followed_are_warned_of_by_cause(
 
 
 def test_full_circuit_breaker_is_warned_of(services: Services, clock: ManualClock) -> None:
-    dispatch(services).outcome.overloaded = True
+    services.envoy_faults[OVERLOADED] = services.clock()
     assert only_warning(services).startswith(
         "A circuit breaker of Envoy was full in the last minute"
     )
