@@ -128,7 +128,10 @@ def _stale(pool: ObservedPool) -> Iterator[str]:
             "No poller reaches Redis: no poller runs, or all hang or are cut off from Redis. If "
             "a poller's /livez answers, check its connection to Redis; else run 'extproc poll'."
         )
-    if not fleet.members:
+    if not fleet.members and fleet.is_empty:
+        lately = "requests for models that replicas served in the last hour"
+        yield Costly(f"The pool has no replica: {_fate(pool, lately)}.")
+    elif not fleet.members:
         yield Costly("No replica is known yet: Envoy's fallback policy chooses.")
     elif not (lost or no_poller) and (
         pool.clock() - fleet.eligibility.staleness.heard_at > STALE_AFTER_S
@@ -173,14 +176,7 @@ def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
         if not state.draining:
             reasons[each.why, _remedy(state)][each.replica] = each.name
     if len(view) and not any(state.healthy and not state.asleep for state in fleet.members):
-        hold, waits = pool.config.hold, pool.config.serve.steers_all
-        longest_s = min(hold.empty_s, hold.longest_s) if waits else 0.0
-        consequence = (
-            f"requests wait for at most {longest_s:g} s (hold.empty_s), then get 503"
-            if longest_s
-            else "Envoy's fallback policy chooses"
-        )
-        yield Costly(f"No replica is healthy: {consequence}.")
+        yield Costly(f"No replica is healthy: {_fate(pool, 'requests')}.")
     by_size = sorted(reasons.items(), key=lambda reason: -len(reason[1]))
     for (why, remedy), names in by_size[:_MOST_REASONS]:
         subject = _listed(sorted(names.values(), key=natural))
@@ -192,6 +188,15 @@ def _excluded(pool: ObservedPool, view: FleetView) -> Iterator[str]:
         yield f"{subject} excluded: {why}{when}.{remedy.format(it=it, its=its)}"
     if rest := sum(len(names) for _, names in by_size[_MOST_REASONS:]):
         yield f"{rest} more replicas are excluded for other reasons."
+
+
+def _fate(pool: ObservedPool, requests: str) -> str:
+    """Return what happens to these requests, which no replica can serve."""
+    hold = pool.config.hold
+    longest_s = min(hold.empty_s, hold.longest_s) if pool.config.serve.steers_all else 0.0
+    if not longest_s:
+        return "Envoy's fallback policy chooses"
+    return f"{requests} wait for at most {longest_s:g} s (hold.empty_s), then get 503"
 
 
 def _remedy(state: ReplicaState) -> str:

@@ -326,6 +326,7 @@ def test_routers_and_pollers_are_named(services: Services) -> None:
 def test_tables_and_warnings_name_their_pool(services: Services) -> None:
     other = services.of_pool(services.config.model_copy(update={"pool": "other"}))
     other.fleet.pollers = {"there:1": ()}
+    other.fleet.listed([replica(5)])
     found = decode(encode(asyncio.run(snapshot([services, other]))))
     unknown = "Pool other: No replica is known yet: Envoy's fallback policy chooses."
     assert found["warnings"] == [unknown]
@@ -336,6 +337,21 @@ def test_tables_and_warnings_name_their_pool(services: Services) -> None:
     ]
     assert [len(table["keys"]) for table in tables] == [4, 0]
     assert ["Pollers of other", "there:1"] in found["facts"]
+
+
+@pytest.mark.parametrize(
+    ("empty_s", "fate"),
+    [(60.0, "wait for at most 60 s (hold.empty_s), then get 503."), (0.0, "Envoy's fallback")],
+)
+def test_requests_for_an_empty_pool_are_said_to_wait(
+    services: Services, empty_s: float, fate: str
+) -> None:
+    config = services.config.model_copy(update={"hold": HoldSettings(empty_s=empty_s)})
+    for number in range(1, 5):
+        services.fleet.remove(replica(number))
+    warning = only_warning(replace(services, config=config))
+    assert warning.startswith("The pool has no replica: ")
+    assert fate in warning
 
 
 def test_replica_that_is_down_is_warned_of_with_the_reason(services: Services) -> None:
