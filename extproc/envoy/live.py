@@ -39,6 +39,7 @@ _REFUSES = (
 _STORES_NOTHING = "stores nothing: {}. Read its log, or give it more memory (maxmemory)"
 _UNROUTED = "Envoy's fallback policy serves all requests"
 _DELETE = "return redis.call('DEL', KEYS[1])"
+_AT_ONCE = 50  # replicas of a pool; more would make the command itself too slow to time a scrape
 
 Problem = tuple[Level, str]
 
@@ -116,7 +117,12 @@ async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]
         found.append(Finding("replica", Level.ERROR, f"pool {config.pool}", text))
     replicas |= names
     async with open_session(config.poll.give_up_s) as session:
-        check = partial(_check_replica, config, session, snapshot, served)
+        turn = asyncio.Semaphore(_AT_ONCE)
+
+        async def check(id_: str) -> list[Problem]:
+            async with turn:
+                return await _check_replica(config, session, snapshot, served, id_)
+
         for id_, problems in zip(names, await asyncio.gather(*map(check, names)), strict=True):
             where = f"replica {with_name(id_, names[id_])}"
             found += [Finding("replica", level, where, text) for level, text in problems]

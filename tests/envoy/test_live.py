@@ -4,17 +4,19 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import yaml
+from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from extproc.cli import main
 from extproc.config import Config
-from extproc.envoy import live_envoy
+from extproc.envoy import live, live_envoy
 from extproc.lab.harness.envoy_config import Bootstrap, socket_address
 from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.stack import FLEET, SimulatedReplica
@@ -143,6 +145,28 @@ async def test_replica_that_only_pollers_reach_is_no_error(
     assert "no poller" in no_poller
     refused = "cannot connect: connection refused. Pollers reach it: run this command on"
     assert line.startswith(f"warning  replica {far.id}: {refused}")
+
+
+async def test_many_replicas_are_scraped_a_few_at_a_time(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, most = 0, 0
+
+    async def metrics(request: web.Request) -> web.StreamResponse:
+        nonlocal asked, most
+        asked += 1
+        most = max(most, asked)
+        await asyncio.sleep(0.02)  # so that scrapes overlap
+        asked -= 1
+        return await text(page())(request)
+
+    monkeypatch.setattr(live, "_AT_ONCE", 2)
+    async with AsyncExitStack() as stack:
+        replicas = [await stack.enter_async_context(serving()) for _ in range(6)]
+        for replica in replicas:
+            replica.answers["/metrics"] = metrics
+        assert bad(await check(alone(*(replica.id for replica in replicas)))) == []
+    assert most == 2
 
 
 async def test_missing_router_without_redis_is_error(check: Check) -> None:
