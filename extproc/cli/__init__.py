@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from errno import ENOSPC, EPIPE
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Any
@@ -59,10 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(argv)
         finally:
-            print(end="", flush=True)  # fails here at the latest if stdout has no reader
-    except BrokenPipeError:
+            print(end="", flush=True)  # fails here at the latest if stdout takes nothing
+    except OSError as error:
+        if error.errno not in (EPIPE, ENOSPC):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
-        return 141  # 128 + SIGPIPE, as shells count
+        if error.errno == EPIPE:
+            return 141  # 128 + SIGPIPE, as shells count
+        print(f"extproc: cannot write the output: {error.strerror}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT
 

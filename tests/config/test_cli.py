@@ -257,6 +257,14 @@ def test_check_logs_nothing_beside_its_findings() -> None:
 
 
 @pytest.mark.process
+def test_output_that_fits_on_no_disk_is_an_error_of_one_line() -> None:
+    with start("completion", "bash", redirect=">/dev/full") as process:
+        _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert errors == "extproc: cannot write the output: No space left on device\n"
+
+
+@pytest.mark.process
 def test_service_without_standard_input_and_output_stops_in_order() -> None:
     """The event loop would use their numbers for files of its own, and abort when it closes one."""
     with start("eds", *elsewhere(), redirect="<&- >&-") as process:
