@@ -163,6 +163,20 @@ async def test_warning_is_announced_once_and_goes(shown: BrowserPage, services: 
     await until(gone)
 
 
+async def test_warning_of_a_fault_that_costs_requests_comes_first(
+    shown: BrowserPage, services: Services
+) -> None:
+    first = "$('#warnings li')?.textContent ?? ''"
+    services.delays.redis_refusal = "OOM"
+    await shown.until(f"({first}).startsWith('Redis stores nothing')")
+
+    async def risen() -> bool:
+        poll(services, healthy=False, problem="cannot connect")
+        return str(await shown.evaluate(first)).startswith("No replica is healthy")
+
+    await until(risen)
+
+
 async def two_more_snapshots(page: BrowserPage) -> None:
     before = page.received
 

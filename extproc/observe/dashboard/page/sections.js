@@ -23,7 +23,10 @@ function showWarnings(all) {
   const list = $("warnings");
   const there = new Map([...list.children].map((item) => [item.textContent, item]));
   for (const [warning, item] of there) if (!all.includes(warning)) item.remove();
-  for (const warning of new Set(all)) if (!there.has(warning)) list.append(element("li", { textContent: warning }));
+  [...new Set(all)].forEach((warning, place) => {
+    const item = there.get(warning) ?? element("li", { textContent: warning });
+    if (list.children[place] !== item) list.insertBefore(item, list.children[place] ?? null);
+  });
   $("no-warnings").hidden = all.length > 0;
 }
 
