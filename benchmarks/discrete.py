@@ -138,7 +138,9 @@ class FleetSimulation(simulation.Simulation):
             machine.slow(event.slow)
         elif event.do == "down":
             machine.goes_down()
-            self._retry_requests(machine)
+            for served in [*self._open.values()]:
+                if served.replica == machine.name:
+                    self._retry(served)
         elif event.do == "hang":
             machine.hangs(now)
         else:

@@ -124,18 +124,28 @@ def _times(figures: Run) -> str:
 def _groups(served: Iterable[Served]) -> dict[str, dict[str, Any]]:
     groups: dict[str, list[Served]] = defaultdict(list)
     for request in served:
-        groups[request.group].append(request)
+        groups[_group(request)].append(request)
     if len(groups) < 2 and "target" not in groups:
         return {}
     return {
         group or "others": {
             "requests": len(members),
-            "in_time": sum(request.in_time for request in members) / len(members),
+            "in_time": sum(map(_in_time, members)) / len(members),
             "ttft_s": distribution([each.ttft for each in members if each.profile.stream]),
             "e2e_s": distribution([each.completion for each in members]),
         }
         for group, members in sorted(groups.items())
     }
+
+
+def _group(request: Served) -> str:
+    """Group of the request in figures: its objective or, without one, its tenant."""
+    return request.arrival.objective.name or request.profile.tenant
+
+
+def _in_time(request: Served) -> bool:
+    objective = request.arrival.objective
+    return request.ttft <= objective.ttft_s and request.completion <= objective.completion_s
 
 
 def _served(request: Served, policy: str) -> dict[str, Any]:
@@ -146,7 +156,7 @@ def _served(request: Served, policy: str) -> dict[str, Any]:
         "at_s": request.traced.at,
         "prompt_tokens": request.traced.prompt_tokens,
         "output_tokens": request.traced.output_tokens,
-        "group": request.group,
+        "group": _group(request),
         "streamed": request.profile.stream,
         "queued_s": request.queued_s,
         "ttft_s": request.ttft,

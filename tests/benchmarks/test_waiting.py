@@ -74,7 +74,7 @@ def test_requests_are_queued_beside_a_replica_that_hangs() -> None:
 def test_urgent_requests_overtake_others() -> None:
     by_group = defaultdict(list)
     for request in conversation(0.9, 330, hold=True, urgent=0.3):
-        by_group[request.group].append(request.ttft)
+        by_group[request.arrival.objective.name].append(request.ttft)
     assert len(by_group["urgent"]) > 100
     assert mean(by_group["urgent"]) < 0.2 * mean(by_group[""])
 
@@ -86,7 +86,7 @@ def test_tenants_get_equal_shares_of_full_replicas() -> None:
     for hold in (False, True):
         _, served = play(a10s(2), requests, hold=hold, tenants=[3, 1])
         begun = [request for request in served if 12 < (request.first_token or 0.0) < 20]
-        first = sum(request.group == "tenant 1" for request in begun)
+        first = sum(request.profile.tenant == "tenant 1" for request in begun)
         ratios.append(first / (len(begun) - first))
     assert ratios[0] > 2
     assert 0.8 < ratios[1] < 1.25

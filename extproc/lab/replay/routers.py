@@ -100,16 +100,6 @@ class Served:
         """Seconds in the router's queue."""
         return self.sent - self.traced.at
 
-    @property
-    def in_time(self) -> bool:
-        objective = self.arrival.objective
-        return self.ttft <= objective.ttft_s and self.completion <= objective.completion_s
-
-    @property
-    def group(self) -> str:
-        """Group of the request in figures: its objective or, without one, its tenant."""
-        return self.arrival.objective.name or self.profile.tenant
-
 
 @dataclass(frozen=True, slots=True)
 class Failed:

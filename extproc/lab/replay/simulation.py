@@ -172,12 +172,6 @@ class Simulation(ABC):
             for served in list(self._open.values()):
                 self._fail(served)
 
-    def _retry_requests(self, machine: Machine) -> None:
-        """Retries the requests of a machine that went down."""
-        for served in list(self._open.values()):
-            if served.replica == machine.name:
-                self._retry(served)
-
     def _advance(self, until: float) -> Iterator[Served]:
         """Runs all engines up to ``until``, one step at a time while requests wait at routers."""
         machines = self.machines.values()
