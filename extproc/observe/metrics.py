@@ -55,6 +55,26 @@ class Counts(Counter):
             self.remove(*dropped)
 
 
+class LabeledGauge(Gauge):
+    """Gauge whose series are replaced as a whole. Keeps series that stay: to make the series of a
+    thousand replicas anew would stop the router for 20 ms."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._children: dict[tuple[str, ...], Gauge] = {}
+
+    def show(self, values: Mapping[tuple[str, ...], float]) -> None:
+        """Set a series for each of these labels, and remove all others."""
+        for labels in self._children.keys() - values.keys():
+            del self._children[labels]
+            self.remove(*labels)
+        for labels, value in values.items():
+            child = self._children.get(labels)
+            if child is None:
+                child = self._children[labels] = self.labels(*labels)
+            child.set(value)
+
+
 class PredictedSeconds:
     """Histograms of a duration and of predicted ÷ actual duration, by model and objective.
 
@@ -109,6 +129,7 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         counts = partial(Counts, registry=registry)
         gauge = partial(Gauge, registry=registry)
+        labeled = partial(LabeledGauge, registry=registry)
         histogram = partial(Histogram, registry=registry)
         predicted = partial(PredictedSeconds, registry=registry)
         self.requests = counts("extproc_requests_total", "Requests by result.", ["result"])
@@ -147,19 +168,19 @@ class RouterMetrics:
             "replica, unless the second answered with 400 to 499.",
             ["replica"],
         )
-        self.excluded = gauge(
+        self.excluded = labeled(
             "extproc_replica_excluded",
             "1 for each replica that gets no requests of any model, by the first reason: unhealthy "
             "(stalled if the replica is silent), asleep, stalled, failing, full, not "
             "ready or draining.",
             ["replica", "reason"],
         )
-        self.frozen = gauge(
+        self.frozen = labeled(
             "extproc_replica_gauges_ignored",
             "1 for each replica whose gauges are ignored because they do not move.",
             ["replica"],
         )
-        self.speed = gauge(
+        self.speed = labeled(
             "extproc_replica_speed_ratio",
             "Learned speed of a phase, decode or prefill, divided by the speed in the replica's "
             "hardware profile.",
@@ -199,19 +220,19 @@ class RouterMetrics:
             "served.",
             buckets=(0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5),
         )
-        self.waiting = gauge(
+        self.waiting = labeled(
             "extproc_requests_queued",
             "Requests in the router's queue, by objective and tenant: the tenants with the most "
             "requests, and the rest as other.",
             ["objective", "tenant"],
         )
-        self.unserved = gauge(
+        self.unserved = labeled(
             "extproc_requests_unserved",
             "Requests in the router's queue whose model no replica serves now, by model: the "
             "models with the most requests, and the rest as other.",
             ["pool", "model"],
         )
-        self.share = gauge(
+        self.share = labeled(
             "extproc_tenant_share_ratio",
             "Recent share of replica time, 0 to 1, among requests that left the router's queue, "
             "by tenant: the tenants with the largest shares, and the rest as other.",
@@ -282,11 +303,13 @@ class RouterMetrics:
         self._skipped.add(reason, by=number)
 
     def set_speeds(self, states: Iterable[ReplicaState]) -> None:
-        self.speed.clear()
-        for state in states:
-            profile = profile_or_default(state.profile).name
-            for phase, speed in state.speeds.items():
-                self.speed.labels(state.id, profile, phase).set(speed)
+        self.speed.show(
+            {
+                (state.id, profile_or_default(state.profile).name, phase): speed
+                for state in states
+                for phase, speed in state.speeds.items()
+            }
+        )
 
     def drop_other_replicas(self, replicas: Container[str]) -> None:
         for counts in (self.decisions, self.failures, self.hits_expected, self.hits_reported):
@@ -297,37 +320,31 @@ class RouterMetrics:
     ) -> None:
         """Set the gauges of queued requests, by objective and tenant, and of tenants' shares of
         replica time. ``used``: tenants with their replica-seconds."""
-        self.waiting.clear()
-        self.waiting.labels("", "").set(0)
-        _add_most(self.waiting, _TENANTS, waiting)
-        self.share.clear()
+        self.waiting.show({("", ""): 0.0} | _most(_TENANTS, waiting))
         total = sum(seconds for _, seconds in used)
-        _add_most(self.share, _TENANTS, [((tenant,), seconds / total) for tenant, seconds in used])
+        self.share.show(_most(_TENANTS, [((tenant,), seconds / total) for tenant, seconds in used]))
 
     def set_unserved(self, pools: Mapping[str, Mapping[str, int]]) -> None:
         """Set the gauge of queued requests whose model no replica serves, by pool and model."""
-        self.unserved.clear()
+        shown = dict[tuple[str, ...], float]()
         for pool, counts in pools.items():
-            queued = [((pool, model), count) for model, count in counts.items()]
-            _add_most(self.unserved, _MODELS, queued)
+            shown |= _most(_MODELS, [((pool, model), count) for model, count in counts.items()])
+        self.unserved.show(shown)
 
 
-def mark(gauge: Gauge, marked: Iterable[tuple[str, ...]]) -> None:
-    """Set a gauge to 1 for these labels, and remove all other labels."""
-    gauge.clear()
-    for labels in marked:
-        gauge.labels(*labels).set(1)
-
-
-def _add_most(gauge: Gauge, count: int, values: Sequence[tuple[tuple[str, ...], float]]) -> None:
-    """Add values to a gauge whose last label is a name that clients choose. The ``count`` names
-    with the highest sums keep their series; all others share ``OTHER``."""
+def _most(
+    count: int, values: Sequence[tuple[tuple[str, ...], float]]
+) -> dict[tuple[str, ...], float]:
+    """Sum values by their labels, of which the last is a name that clients choose. The ``count``
+    names with the highest sums stay; all others become ``OTHER``."""
     totals = defaultdict[str, float](float)
     for (*_, name), value in values:
         totals[name] += value
     most = nlargest(count, totals, key=totals.__getitem__)
+    sums = defaultdict[tuple[str, ...], float](float)
     for (*others, name), value in values:
-        gauge.labels(*others, name if name in most else OTHER).inc(value)
+        sums[*others, name if name in most else OTHER] += value
+    return sums
 
 
 class Demand:

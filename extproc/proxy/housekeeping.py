@@ -7,7 +7,6 @@ from typing import NoReturn
 
 from extproc.observe.changes import CounterLog, WarningLog
 from extproc.observe.dashboard.warnings import figure_warnings, router_warnings
-from extproc.observe.metrics import mark
 from extproc.proxy.services import Services
 from extproc.replica_state import TTL_S
 
@@ -47,7 +46,7 @@ class Housekeeping:
             late = self._clock() - due
             self._delays.loop_delay_s.add(min(max(late, 0.0), _EVERY_S))
             excluded = [pair for pool in self._pools for pair in self._look_at(pool).items()]
-            mark(self._metrics.excluded, excluded)
+            self._metrics.excluded.show(dict.fromkeys(excluded, 1.0))
             self._set_gauges()
             self._history.look()
             for counter in self._counters:
@@ -81,7 +80,8 @@ class Housekeeping:
         metrics.drop_other_replicas({state.id for state in states})
         metrics.set_speeds(states)
         members = [each for fleet in fleets for each in fleet.eligibility.conditions.values()]
-        mark(metrics.frozen, [(member.state.id,) for member in members if member.frozen])
+        frozen = [(member.state.id,) for member in members if member.frozen]
+        metrics.frozen.show(dict.fromkeys(frozen, 1.0))
         serve = sum(state.serves for state in states)
         asleep = sum(state.asleep and state.healthy and state.ready for state in states)
         metrics.replicas.labels("healthy").set(serve)

@@ -7,13 +7,16 @@ from socket import gethostname
 from typing import Any
 
 import pytest
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from extproc.fleet.digest import NOTHING, Digest, DigestKind
+from extproc.predict.step import hardware_profile
 from extproc.proxy.app import build
 from extproc.proxy.housekeeping import Housekeeping
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, chat, replica
+from tests.large import assert_event_loop_is_free, thousand_states
 from tests.proxy.conftest import config_of, put_replicas, router_of, samples
 
 
@@ -178,3 +181,16 @@ async def test_gauges_that_do_not_move_are_a_figure() -> None:
         put_replicas(services, 1, running=3, steps=5.0)
     await one_pass(services)
     assert samples(services.metrics.frozen) == {(replica(1),): 1.0}
+
+
+async def test_gauges_of_a_large_fleet_do_not_delay_requests() -> None:
+    services, learned = router_of(config_of()), hardware_profile("llama-8b-a10").step
+    for state in thousand_states():
+        services.fleet.put(structs.replace(state, learned=learned, measured=True))
+
+    async def work() -> None:
+        await asyncio.sleep(0)  # so that the pass is measured
+        await one_pass(services)
+
+    await work()
+    await assert_event_loop_is_free(work)
