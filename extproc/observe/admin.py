@@ -1,5 +1,6 @@
 """HTTP server for people and Prometheus: metrics, health, and further routes of a process."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -56,7 +57,8 @@ async def serve_admin(
     without_token = {*health, *(route.path for route in public)}
 
     async def metrics(_: web.Request) -> web.Response:
-        page = generate_latest(registry)
+        # In a thread: the series of a thousand replicas take long, and requests come first.
+        page = await asyncio.to_thread(generate_latest, registry)
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def probe(request: web.Request) -> web.Response:

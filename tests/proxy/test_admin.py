@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from extproc.ground.runtime import in_turns
 from extproc.observe.admin import serve_admin
+from extproc.observe.metrics import RouterMetrics
+from extproc.predict.step import hardware_profile
 from extproc.proxy.admin import admin_routes
 from extproc.proxy.headers import inference_headers
 from extproc.proxy.services import Services
@@ -39,13 +42,13 @@ async def large(services: Services) -> Services:
     return services
 
 
+def fetch(url: str) -> bytes:
+    with urllib.request.urlopen(url) as response:
+        return bytes(response.read())
+
+
 async def get(services: Services, path: str) -> Any:
     """Fetches the page in another thread, whose work does not delay the router's loop."""
-
-    def fetch(url: str) -> bytes:
-        with urllib.request.urlopen(url) as response:
-            return bytes(response.read())
-
     async with serve_admin("127.0.0.1:0", CollectorRegistry(), admin_routes(services)) as address:
         await assert_event_loop_is_free(lambda: asyncio.to_thread(fetch, f"http://{address}{path}"))
         return json.loads(await asyncio.to_thread(fetch, f"http://{address}{path}"))
@@ -62,6 +65,19 @@ async def test_decisions_of_large_fleet_do_not_delay_requests(large: Services) -
         assert record["replica"] in {candidate["replica"] for candidate in record["candidates"]}
     assert await get(large, "/decisions?last=3") == shown[-3:]
     assert await get(large, "/decisions?after=0") == (await get(large, "/decisions?after=0"))[:PAGE]
+
+
+async def test_metrics_of_large_fleet_do_not_delay_requests(registry: CollectorRegistry) -> None:
+    metrics, learned = RouterMetrics(registry), hardware_profile("llama-8b-a10").step
+    states = [structs.replace(each, learned=learned, measured=True) for each in thousand_states()]
+    metrics.set_speeds(states)
+    for state in states:
+        metrics.decisions.add("completion", state.id)
+        metrics.hits_expected.add(state.id)
+        metrics.hits_reported.add(state.id)
+    async with serve_admin("127.0.0.1:0", registry) as address:
+        url = f"http://{address}/metrics"
+        await assert_event_loop_is_free(lambda: asyncio.to_thread(fetch, url))
 
 
 async def test_decision_by_request_id_shows_all_candidates(large: Services) -> None:
