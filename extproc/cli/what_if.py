@@ -71,10 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _change(args: argparse.Namespace, scene: Scene) -> Change:
-    # A replica that has left the pool, such as a pod that was replaced, is not healthy at the end.
-    names = [
-        name for name, address in scene.names.items() if scene.replicas[address].state.healthy
-    ] or list(scene.names)
+    names = [*scene.present]
     more, less = _replicas(args.more, names), _replicas(args.less, names[::-1])
     hold = None if args.hold is None else args.hold == "on"
     return Change(args.policy, more, less, tuple(args.replica), args.traffic, hold)

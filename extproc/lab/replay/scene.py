@@ -110,6 +110,14 @@ class Scene:
             found[address if not name or name in found else name] = address
         return dict(sorted(found.items()))
 
+    @property
+    def present(self) -> dict[str, str]:
+        """The part of :attr:`names` that is healthy at the end; all if no replica is. A replica
+        that has left the pool, such as a pod that was replaced, is not healthy then."""
+        names = self.names
+        healthy = {name: at for name, at in names.items() if self.replicas[at].state.healthy}
+        return healthy or names
+
 
 def scene_of(recorded: Recorded) -> Scene:
     """Return the scene of a record.

@@ -139,7 +139,8 @@ def changed(scene: Scene, change: Change) -> Scene:
         replicas[copy] = replicas[address].with_state(id=copy)
     for name in change.less:
         replicas.pop(_address(scene, name), None)
-    if not replicas:
+    departed = scene.replicas.keys() - scene.present.values()
+    if not replicas.keys() - departed:
         raise ValueError("no replica is left")
     config = scene.config
     route, hold = config.route, config.hold

@@ -214,6 +214,16 @@ def test_replica_that_left_is_not_copied(
     assert difference(what_if(folder, "--more", more), "mean")[2] < 0.0
 
 
+def test_replica_that_left_does_not_stand_for_removed_replicas(
+    busy: Sequence[Line], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began, *rest = busy
+    left = [replica(3, name="c"), replace(replica(3, at=BEGAN + 1.0), state=None)]
+    folder = write(tmp_path / "record", [began, *left, *rest])
+    assert cli.main(["what-if", str(folder), "--less", "2"]) == 2
+    assert "no replica is left" in capsys.readouterr().err
+
+
 def test_random_policy_prolongs_completions(record: Path, what_if: WhatIf) -> None:
     low, seconds, high = difference(what_if(record, "--policy", "random"), "mean")
     assert 0.0 < low <= seconds <= high
