@@ -127,7 +127,7 @@ def changed(scene: Scene, change: Change) -> Scene:
     """Return the scene with a change.
 
     Raises:
-        ValueError: a name is unknown, or no replica is left.
+        ValueError: a name is unknown, a replica is removed twice, or no replica is left.
     """
     replicas = dict(scene.replicas)
     for name, profile in change.hardware:
@@ -138,7 +138,8 @@ def changed(scene: Scene, change: Change) -> Scene:
         copy = f"{address}+{len(replicas)}"
         replicas[copy] = replicas[address].with_state(id=copy)
     for name in change.less:
-        replicas.pop(_address(scene, name), None)
+        if replicas.pop(_address(scene, name), None) is None:
+            raise ValueError(f"replica {name!r} cannot be removed twice")
     departed = scene.replicas.keys() - scene.present.values()
     if not replicas.keys() - departed:
         raise ValueError("no replica is left")

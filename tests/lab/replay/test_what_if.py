@@ -477,6 +477,7 @@ def test_parts_that_are_not_replayed_are_named_with_the_reason(
     [
         (["--less", "z"], "the record has no replica 'z'; its replicas: a, b"),
         (["--less", "2"], "no replica is left"),
+        (["--less", "b", "--less", "1"], "replica 'b' cannot be removed twice"),
         (["--more", "0"], "0 replicas change nothing"),
         (["--less", "00"], "00 replicas change nothing"),
         (["--replica", "a=h1000"], "no hardware profile is named 'h1000'"),
