@@ -118,7 +118,7 @@ class PoolReplica:
 
     @property
     def title(self) -> str:
-        return with_name(self.id, self.name)
+        return printable(with_name(self.id, self.name))
 
     @property
     def condition(self) -> str:
@@ -217,7 +217,7 @@ def _still_busy(state: ReplicaState | None) -> str:
     if not state.draining:
         return "is not draining yet, because no poller applied the drain (does a poller run?)"
     if not state.healthy:
-        return f"is unhealthy ({state.problem}) and last had {_load(state)}"
+        return f"is unhealthy ({printable(state.problem)}) and last had {_load(state)}"
     return f"has {_load(state)}"
 
 

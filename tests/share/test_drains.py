@@ -172,6 +172,18 @@ async def test_reader_that_leaves_ends_a_drain_without_an_error(
     assert capsys.readouterr().err == ""
 
 
+async def test_control_characters_of_a_drained_replica_are_not_printed(
+    redis_server: RedisServer, run: Run
+) -> None:
+    name, problem = "\x1b[2Jr1", "\x1b[2Jdown"
+    state = ReplicaState(id=HERE, name=name, problem=problem, healthy=False, draining=True)
+    async with connect(redis_server.url, "default") as redis:
+        await StateWriter(redis, "default", ttl_s=10).put([state])
+    assert "?[2Jr1" in await run("drain", HERE)
+    error = await run("drain", HERE, "--wait", "0", status=1)
+    assert "?[2Jr1 (10.0.0.1:80) is unhealthy (?[2Jdown)" in error
+
+
 async def test_sleeping_replica_is_shown_and_replaces_no_other(
     redis_server: RedisServer, run: Run
 ) -> None:
