@@ -113,7 +113,10 @@ async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]
         if source != str(config.replicas_file)  # which ``check_replicas`` reports
     ]
     if not names:
-        text = f"no replica is known: {_UNROUTED}. Set replicas"
+        text = (
+            "no replica is known: requests wait for one, or Envoy's fallback policy serves them. "
+            "Set replicas"
+        )
         found.append(Finding("replica", Level.ERROR, f"pool {config.pool}", text))
     replicas |= names
     async with open_session(config.poll.give_up_s) as session:

@@ -306,7 +306,7 @@ async def test_unresolvable_replica_and_missing_file_are_errors(check: Check) ->
     assert re.search(rf"replica nowhere.invalid: has no address {reason}: ", text)
     assert "replicas_file /nope.yaml: unusable: " in text
     assert text.count("/nope.yaml") == 1
-    assert "no replica is known" in text
+    assert "no replica is known: requests wait for one, or Envoy's fallback policy" in text
 
 
 class WatchingStack(EdsStack):
