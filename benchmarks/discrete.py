@@ -9,7 +9,6 @@ import numpy as np
 
 from benchmarks.fleet import FleetEvent, FleetFile
 from benchmarks.oracle import Oracle
-from benchmarks.sharing import SharingRouters
 from benchmarks.trace import ID_TOKENS, TracedRequest
 from extproc.config import Config, HoldSettings, RouteSettings
 from extproc.fleet.fleet import Fleet
@@ -85,7 +84,7 @@ class FleetSimulation(simulation.Simulation):
                 self.nodes, entries = [*entries, other], [*entries, *entries, other]
             prior, dealt = FleetPrior(), Random(self.seed)
             watches = [self._watch(machine, prior, poll_s) for machine in machines.values()]
-            routers = SharingRouters(self.nodes, self.share_lag, self.clock, dealt, entries)
+            routers = Routers(self.nodes, self.share_lag, self.clock, dealt, entries)
         events = [(event.at, partial(self._apply, event)) for event in self.fleet_file.events]
         super().__init__(machines, watches, routers, self.clock, poll_s, self.hold, events)
 

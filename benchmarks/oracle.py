@@ -44,8 +44,7 @@ class Oracle(Routers):
     def __init__(
         self, machines: Mapping[str, Machine], weight: float, clock: VirtualClock, seed: int
     ) -> None:
-        super().__init__([], Random(seed))
-        self._clock = clock
+        super().__init__([], None, clock, Random(seed))
         self._machines = machines
         self._weight = weight
         self._corrections = Corrections(clock())

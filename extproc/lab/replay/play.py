@@ -84,7 +84,7 @@ class _Replay(Simulation):
             for phase in replica.phases
         ]
         queueing = config.hold.longest_s > 0.0 and not forced
-        routers = Routers([RouterNode(config, random, clock)], random)
+        routers = Routers([RouterNode(config, random, clock)], None, clock, random)
         super().__init__(machines, pollers.values(), routers, clock, interval_s, queueing, events)
 
     def _arrival(self, number: int, traced: Traced) -> Arrival:

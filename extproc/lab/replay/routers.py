@@ -1,10 +1,15 @@
 """Requests of a simulation, and its routers."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
+from math import inf
 from random import Random
 
 from extproc.config import Config
+from extproc.fleet.announcements import SentPrompt
+from extproc.fleet.digest import EVERY_S, Digest
 from extproc.fleet.ledger import Ticket
 from extproc.lab.replay import Traced
 from extproc.lab.simulator.steps import Sequence as EngineSequence
@@ -13,6 +18,8 @@ from extproc.replica_state import ReplicaState
 from extproc.request.objective import Objective
 from extproc.request.profile import RequestProfile
 from extproc.route.decision import Decision
+from extproc.share.digests import DIGEST
+from extproc.share.envelope import Skips
 
 
 @dataclass(eq=False, slots=True)
@@ -166,13 +173,36 @@ RouterEvent = Callable[[RouterNode, Served], None]
 
 
 class Routers:
-    """Routers that receive the same polls. Each request goes to a random router."""
+    """Routers that receive the same polls, and each other's digests with a delay. Each request goes
+    to a random router."""
 
-    def __init__(self, nodes: Sequence[RouterNode], random: Random) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[RouterNode],
+        share_lag: float | None,
+        clock: VirtualClock,
+        random: Random,
+        entries: Sequence[RouterNode] = (),
+    ) -> None:
+        """
+        Args:
+            nodes: all routers.
+            share_lag: seconds until a digest reaches the other routers; None: routers share
+                nothing.
+            clock: clock of the simulation.
+            random: source of the draws.
+            entries: routers from which each request draws one: a router that occurs twice gets
+                twice as many requests; empty: ``nodes``.
+        """
         self.nodes = nodes
-        self._entries = nodes  # a router that occurs twice gets twice as many requests
+        self._entries = entries or nodes
+        self._share_lag = None if len(nodes) == 1 else share_lag
+        self._next = cycle(nodes)
+        self._due_at = 0.0
+        self._clock = clock
         self._random = random
         self._owner: dict[int, RouterNode] = {}
+        self._under_way: deque[tuple[float, Digest | None, str, tuple[SentPrompt, ...]]] = deque()
 
     def decide(self, arrival: Arrival) -> Decision | None:
         """Return the decision of a random router; None if no replica can be used."""
@@ -191,4 +221,27 @@ class Routers:
             node.fleet.put(state)
 
     def deliver(self, until: float) -> None:
-        """Deliver what routers tell each other by ``until``: here nothing."""
+        """Send and deliver the digests and prompt logs that are due by ``until``. Routers send as
+        often as in production."""
+        if self._share_lag is None:
+            return
+        while True:
+            arrives_at = self._under_way[0][0] if self._under_way else inf
+            at = min(arrives_at, self._due_at)
+            if at > until:
+                return
+            self._clock.time = at
+            if at == arrives_at:
+                _, digest, router, prompts = self._under_way.popleft()
+                for node in self.nodes:
+                    if digest is not None:
+                        node.fleet.receive_digest(digest)
+                    node.fleet.receive_prompts(router, prompts)
+            else:
+                self._due_at += EVERY_S / len(self.nodes)
+                fleet = next(self._next).fleet
+                due, prompts = fleet.digests.due(at), fleet.prompt_log.take()
+                digest = due and Skips().open(fleet.router, DIGEST.seal(due), DIGEST)
+                if digest or prompts:
+                    arrives_at = at + self._share_lag
+                    self._under_way.append((arrives_at, digest, fleet.router, prompts))
