@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
@@ -31,6 +31,18 @@ class ManualClock:
 
     def advance(self, seconds: float) -> None:
         self.time += seconds
+
+
+class CountedName(str):
+    """Name that counts how often such names are compared."""
+
+    compared: ClassVar[int] = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedName.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
 
 
 def fleet_of(clock: ManualClock, *profiles: str, names: ModelNames | None = None) -> Fleet:

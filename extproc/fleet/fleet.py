@@ -98,6 +98,7 @@ class Fleet:
         now = self._clock()
         asked_at = now - age - state.scrape_seconds
         self._progress.advance(now)
+        self.members.relisted(self.members.models_on(state.id), state.models, now)
         row = self._rows[state.id] if state.id in self._rows else self._join(state)
         before = self.members.by_row[row]
         idle = not self._replicas.requests.item(row) + self._replicas.peers.item(REQUESTS, row)
@@ -114,9 +115,6 @@ class Fleet:
         is_new = not (frozen or is_older or state.scraped_at == before.scraped_at)
         restarted &= is_new
         self.members.by_row[row] = state
-        if before.models != state.models:
-            gone = (model for model in before.models if model not in state.models)
-            self.members.models_departed(dict.fromkeys(gone, now))
         self.speeds.polled(row, state, restarted)
         self._replicas.reports[row] = state.kv_tokens > 0 and state.measured
         if frozen:
@@ -138,7 +136,7 @@ class Fleet:
 
     def remove(self, replica: str) -> None:
         """Removes a replica from the members; its requests in flight stay until they end."""
-        self.members.models_departed(dict.fromkeys(self.members.models_on(replica), self._clock()))
+        self.members.relisted(self.members.models_on(replica), (), self._clock())
         self.speeds.left(self._rows.pop(replica, -1))
         self.eligibility.forget(replica)
         self.blocks.forget(replica)

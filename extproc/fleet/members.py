@@ -1,7 +1,9 @@
 """Members of the pool: their rows in the tables, the models that they serve, and stale ones."""
 
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from math import inf
+from operator import itemgetter
 from random import Random
 from types import MappingProxyType
 
@@ -61,7 +63,9 @@ class Members:
         self.rows: dict[str, int] = {}
         self.by_row: list[ReplicaState] = []  # a departed replica stays until its row is reused
         self.departed_models: dict[str, float] = {}
-        """Models that a replica stopped serving → when, in seconds on the clock."""
+        """Models that no member lists any more → since when, in seconds on the clock."""
+        self._lists = Counter[tuple[str, ...]]()  # members by their list of models
+        self._listing = Counter[str]()  # members that list each model
 
     def __contains__(self, replica: object) -> bool:
         return replica in self.rows
@@ -80,14 +84,13 @@ class Members:
     def only_model(self) -> str | None:
         """First model in the list that members share; None: their lists differ, or no member has a
         list."""
-        served = {state.models for state in self if state.models}
-        return served.pop()[0] if len(served) == 1 else None
+        lists = [models for models in self._lists if models]
+        return lists[0][0] if len(lists) == 1 else None
 
     @property
     def models(self) -> list[str]:
         """Names that clients may request."""
-        lists = {state.models for state in self}
-        return self.names.requestable(name for models in lists for name in models)
+        return self.names.requestable(self._listing)
 
     def title(self, replica: str) -> str:
         """Returns ``name (ip:port)`` of a replica, for people."""
@@ -98,21 +101,31 @@ class Members:
         state = self.get(replica)
         return () if state is None else state.models
 
+    def relisted(self, before: tuple[str, ...], after: tuple[str, ...], now: float) -> None:
+        """Counts a member that lists the models ``after`` instead of ``before``; an empty list
+        counts as none. Lists may have thousands of LoRA adapters, so no list is searched."""
+        if before != after:
+            for models, sign in ((after, 1), (before, -1)):
+                self._lists[models] += sign
+                self._listing.update(dict.fromkeys(models, sign))
+            self._lists, self._listing = +self._lists, +self._listing  # drops zeros
+            self.models_departed(dict.fromkeys(before, now))
+
     def models_departed(self, times: Mapping[str, float]) -> None:
-        """Remembers when a replica stopped serving each of these models. The latest time counts;
+        """Remembers since when no member has listed each of these models. The latest time counts;
         it may be from before this router started."""
-        known = self.departed_models
-        latest = {model: max(at, known.get(model, -inf)) for model, at in times.items()}
-        by_time = sorted((known | latest).items(), key=lambda pair: pair[1])
-        self.departed_models = dict(by_time[-MODELS_REMEMBERED:])
+        known = self.departed_models | {
+            model: max(at, self.departed_models.get(model, -inf)) for model, at in times.items()
+        }
+        departed = ((model, at) for model, at in known.items() if model not in self._listing)
+        self.departed_models = dict(sorted(departed, key=itemgetter(1))[-MODELS_REMEMBERED:])
 
     def served_lately(self, model: str, now: float) -> bool:
         """Returns True if a member lists the model, or if a replica listed it within the last
         hour."""
-        lately = {name for name, at in self.departed_models.items() if now - at < REMEMBERED_S}
-        known = self.names.known
-        return known(model, lately) is not None or any(
-            known(model, state.models) is not None for state in self
+        return any(
+            name in self._listing or now - self.departed_models.get(name, -inf) < REMEMBERED_S
+            for name in self.names.served(model)
         )
 
     @property

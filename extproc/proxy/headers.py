@@ -84,21 +84,19 @@ def model_list(members: Members, created: int) -> bytes:
     model; ``root``, a path on the replica, is null. ``created``: time of the answer in seconds
     since the epoch.
     """
-    kinds = {(state.models, state.adapters, state.max_model_len) for state in members}
-    parents = {
-        adapter: next((model for model in models if model not in adapters), None)
-        for models, adapters, _ in kinds
-        for adapter in adapters
-    }
+    parents, contexts = dict[str, str | None](), dict[str, int]()
+    for models, adapters, context in {
+        (state.models, state.adapters, state.max_model_len) for state in members
+    }:
+        own = {*models}.difference(adapters)
+        parents |= dict.fromkeys(adapters, next(filter(own.__contains__, models), None))
+        if context:
+            contexts |= {model: min(context, contexts.get(model, context)) for model in models}
+    names = members.names
     same = {"object": "model", "created": created, "owned_by": "vllm", "root": None}
     entries = []
     for name in members.models:
-        models_meant = members.names.models(name)
-        contexts = [
-            context
-            for models, _, context in kinds
-            if context and any(members.names.known(model, models) for model in models_meant)
-        ]
-        shortest = min(contexts, default=None)
+        served = (each for model in names.models(name) for each in names.served(model))
+        shortest = min((contexts[each] for each in served if each in contexts), default=None)
         entries.append({"id": name, **same, "parent": parents.get(name), "max_model_len": shortest})
     return to_json({"object": "list", "data": entries})

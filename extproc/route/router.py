@@ -185,9 +185,10 @@ class Router:
         carry. Of the replicas that the policy scores, those whose last answer was from 400 to 499
         come last: if the chosen replica has another key than the others, only a retry elsewhere
         shows that the replica fails."""
-        members, ids, scores = self.fleet.members, situation.view.ids, choice.scores
-        if members.names.served(situation.profile.model) != (situation.profile.model,):
-            alike = [name in members.models_on(candidate) for candidate in ids]
+        ids, scores, model = situation.view.ids, choice.scores, situation.profile.model
+        if self.fleet.members.names.served(model) != (model,):
+            conditions = self.fleet.eligibility.conditions
+            alike = [name in conditions[candidate].models for candidate in ids]
             scores = np.where(alike, scores, np.inf)
         if rejecting := self.fleet.eligibility.rejecting:
             scores = scores + [_LAST * (candidate in rejecting) for candidate in ids]

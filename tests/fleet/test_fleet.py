@@ -10,6 +10,7 @@ import pytest
 from msgspec import structs
 
 from extproc.fleet.fleet import Fleet
+from extproc.fleet.members import MODELS_REMEMBERED
 from extproc.poll.metrics_text import read_metrics
 from extproc.predict.completion import predict
 from extproc.predict.inputs import usual_step
@@ -18,6 +19,7 @@ from extproc.route.router import Router
 from tests.fakes import (
     A10,
     MODEL,
+    CountedName,
     ManualClock,
     chat,
     decided,
@@ -472,4 +474,31 @@ def test_only_model_is_that_of_all_replicas_with_a_list(pair: Fleet, clock: Manu
     assert pair.members.only_model == MODEL
     pair.put(state(2, A10, clock, models=("other",)))
     assert pair.members.only_model is None
+    pair.remove(replica(1))
+    assert pair.members.only_model == "other"
+    pair.put(state(1, A10, clock))
+    assert pair.members.only_model is None
     assert fleet_of(clock).members.only_model is None
+
+
+def test_models_that_others_list_displace_no_departed_model(
+    pair: Fleet, clock: ManualClock
+) -> None:
+    pair.put(state(1, A10, clock, models=("rare",)))
+    for number in (2, 3):
+        adapters = tuple(f"adapter-{adapter}" for adapter in range(MODELS_REMEMBERED))
+        pair.put(state(number, A10, clock, models=(MODEL, *adapters)))
+    for number in (1, 2):
+        pair.remove(replica(number))
+        clock.advance(1.0)
+    assert pair.members.served_lately("rare", clock())
+
+
+def test_lists_of_adapters_are_not_searched(pair: Fleet, clock: ManualClock) -> None:
+    """A search for each of 2,000 adapters would block the router for 40 ms."""
+    for number, adapters in ((1, 500), (2, 500), (2, 499)):
+        names = (CountedName(f"adapter-{adapter}") for adapter in range(adapters))
+        CountedName.compared = 0
+        pair.put(state(number, A10, clock, models=(MODEL, *names)))
+    assert not pair.members.served_lately("unknown", clock())
+    assert CountedName.compared < 20 * 500

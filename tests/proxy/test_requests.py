@@ -14,7 +14,7 @@ from extproc.proxy import stream as stream_module
 from extproc.proxy.services import Services
 from extproc.request.endpoint import Endpoint
 from tests.conftest import Logged
-from tests.fakes import ManualClock, replica, state
+from tests.fakes import CountedName, ManualClock, replica, state
 from tests.proxy.conftest import config_of, put_replicas, samples
 from tests.proxy.envoy_side import CHAT, PROTOCOLS, EnvoySide, Stream, body_first
 from tests.proxy.replies import (
@@ -509,3 +509,20 @@ async def test_large_body_is_read_to_choose_model(stream: Stream, services: Serv
     assert destination(reply) == []
     reply = await stream.request_body(CHAT | {"model": "other"})
     assert set(destination(reply)) == {replica(2)}  # a retry elsewhere would fail
+
+
+async def test_list_of_models_searches_no_list(stream: Stream, services: Services) -> None:
+    """A search for each of 2,000 adapters would block the router for 100 ms."""
+    adapters = tuple(CountedName(f"adapter-{number}") for number in range(500))
+    listed = {"models": ("llama", *adapters), "adapters": adapters}
+    for number in (1, 2):
+        put_replicas(services, number, **listed, max_model_len=1024 * number)
+    CountedName.compared = 0
+    reply = await stream.request_headers("/v1/models", "GET", end_of_stream=True)
+    assert CountedName.compared < 20 * 500
+    assert reply.immediate_response is not None
+    models = {model["id"]: model for model in json.loads(reply.immediate_response.body)["data"]}
+    shown = [
+        (models[name]["parent"], models[name]["max_model_len"]) for name in ("chat", "adapter-7")
+    ]
+    assert shown == [(None, 1024), ("llama", 1024)]
