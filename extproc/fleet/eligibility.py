@@ -277,7 +277,6 @@ class Eligibility:
         members = self._rows if among is None else self._rows.keys() & among
         usable, excluded = [self.conditions[name] for name in members], dict[str, str]()
         serving = [self._serves(model, member) for member in self.conditions.values()]
-        all_listed = all(member.state.listed for member in self.conditions.values())
         for reason, rule in self._rules(model, any(serving), response_visible):
             rejected = {member.state.id: why for member in usable if (why := rule(member))}
             if reason.may_exclude(len(rejected), len(usable)):
@@ -288,7 +287,6 @@ class Eligibility:
         ids = sorted(members, key=self._rows.__getitem__)
         return replace(
             self._of(ids, [excluded.get(name, "") for name in ids], model),
-            unknown=bool(serving) and all_listed and not any(serving),
             only_some=any(serving) and not all(serving),
             everywhere=frozenset(self._names.served(model)).intersection(
                 *(member.models for member in self.conditions.values())

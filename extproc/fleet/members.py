@@ -120,6 +120,12 @@ class Members:
         departed = ((model, at) for model, at in known.items() if model not in self._listing)
         self.departed_models = dict(sorted(departed, key=itemgetter(1))[-MODELS_REMEMBERED:])
 
+    def unknown(self, model: str) -> bool:
+        """Returns True if every member lists its models, and none lists this model."""
+        if self.names.known(model, self._listing) is not None or not self.rows:
+            return False
+        return all(state.listed for state in self)
+
     def served_lately(self, model: str, now: float) -> bool:
         """Returns True if a member lists the model, or if a replica listed it within the last
         hour."""

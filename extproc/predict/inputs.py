@@ -61,7 +61,6 @@ class Candidates:
     adapters: Sequence[str] = ()
     """For each replica the LoRA adapter that the request needs there, or ""; (): none anywhere."""
     excluded: tuple[Excluded, ...] = ()
-    unknown: bool = False  # all members have listed their models, and none serves this model
     only_some: bool = False  # some members serve the model, healthy or not, and others do not
     everywhere: frozenset[str] = frozenset()  # names under which every member serves the model
 

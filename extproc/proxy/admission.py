@@ -166,7 +166,7 @@ def _is_unserved(services: Services, profile: RequestProfile) -> bool:
     """True if every replica lists its models, and none lists the requested model."""
     fleet, named = services.fleet, profile.requested_model != ""
     listed = services.config.route.listed_models_only and fleet.members_known.is_set()
-    return listed and named and fleet.eligibility.candidates(profile.model).unknown
+    return listed and named and fleet.members.unknown(profile.model)
 
 
 def _may_be_served_soon(services: Services, profile: RequestProfile) -> bool:

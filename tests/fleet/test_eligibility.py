@@ -271,9 +271,7 @@ def test_requests_go_only_to_replicas_that_list_the_model(fleet: Fleet, put: Put
 
 
 def test_model_is_unknown_while_all_replicas_list_models_without_it(fleet: Fleet, put: Put) -> None:
-    def unknown(model: str) -> bool:
-        return fleet.eligibility.candidates(model).unknown
-
+    unknown = fleet.members.unknown
     put(2, listed=False)
     assert not unknown("other")
     put(2, listed=True)

@@ -9,6 +9,7 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import ProtocolConfiguration
 from msgspec import to_builtins
 
 from extproc.config import Config
+from extproc.fleet import eligibility
 from extproc.poll.destination import IntoFleet
 from extproc.proxy import stream as stream_module
 from extproc.proxy.services import Services
@@ -298,6 +299,18 @@ async def test_unlisted_model_is_404(envoy: EnvoySide, services: Services, healt
     assert "`none`" in error["message"]
     assert "`llama`, `model-03`" in error["message"]
     assert error["message"].endswith(" and 48 more.")
+
+
+@without()
+async def test_unknown_models_displace_no_candidates(
+    envoy: EnvoySide, services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To choose the candidates of a thousand replicas takes as long as 27 decisions."""
+    monkeypatch.setattr(eligibility, "_MOST_REMEMBERED", 3)
+    candidates = services.fleet.eligibility.candidates("llama")
+    for number in range(4):
+        assert status_of(await envoy.ask(CHAT | {"model": f"unknown {number}"})) == 404
+    assert services.fleet.eligibility.candidates("llama") is candidates
 
 
 @without()
