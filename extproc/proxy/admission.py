@@ -69,7 +69,9 @@ async def admit(exchange: Exchange, phase: str) -> bytes:
     else:
         queues = exchange.subset is None and _may_be_served_soon(services, profile)
     if queues and services.body_memory.free >= 0:  # a queued request holds its body for long
-        decision = await _queue(exchange, profile, decision, decide)
+        waits = _queue(exchange, profile, decision, decide)
+        del decision  # the arrays of a thousand replicas take half a megabyte
+        decision = await waits
     else:
         if decision is None:
             _leave_to_envoy(exchange, profile)
@@ -141,17 +143,19 @@ async def _queue(
         result = result or NoReplica(NONE_READY)
         if not isinstance(result, Exception):
             try:
-                exchange.dispatch(result, waited, waiting.why)
+                exchange.dispatch(result, waited, why)
             except Exception as error:  # fails this request, not the queue
                 result = error
         outcome.set_result(result)
 
     waiting = Waiting(profile, decision, since, decide, finish)
+    why = waiting.why  # ``finish`` must not name ``waiting``: a cycle would outlive the request
+    del decision
     services.queue.enter(waiting)
     entering = False
     try:
         if not outcome.done():
-            await exchange.wait_in_queue(outcome, waiting.why)
+            await exchange.wait_in_queue(outcome, why)
     finally:
         if not outcome.done():
             services.queue.abandon(waiting)

@@ -39,7 +39,8 @@ async def stream(exchange: Exchange) -> None:
         try:
             await _serve(exchange)
         except Refusal as refusal:
-            await exchange.refuse(refusal)
+            # A traceback has frames, and their variables name the refusal: a cycle.
+            await exchange.refuse(refusal.with_traceback(None))
         finally:
             exchange.body.release()
         await exchange.read()  # no phase: replies to all further messages until the stream ends
