@@ -180,7 +180,7 @@ class Queue:
             now, room = self._fleet.now, self._fleet.free_kv_tokens(replica)
             left = self._backlog.left.get(row, -inf)
             for request in self._backlog.heads(row, _MODELS):
-                full = room < request.tokens and row in candidates(request.model).rows
+                full = room < request.tokens and row in candidates(request.model).row_set
                 if request.priority <= left or full or request.declines(row, now):
                     continue
                 decided += 1

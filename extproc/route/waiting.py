@@ -100,7 +100,7 @@ class Waiting(Place):
         self.cost = self.cost or decision.work_s
         self.replica, self.row = decision.replica, view.rows.item(first)
         self.retry_at = now + max(decision.wait_s, ANEW_S)
-        self.usable = frozenset(view.rows.tolist())
+        self.usable = view.candidates.row_set
         self._declined = frozenset(view.rows[prediction.queue <= 0.0].tolist())
         prompt = profile.prompt_tokens - decision.cached
         reserve = 1.0 - full_at(self.priority, decision.situation.among_others)

@@ -491,6 +491,16 @@ def test_expected_wait_counts_a_request_that_was_unserved_at_first() -> None:
     assert behind.wait_s > first.wait_s + 0.1
 
 
+def test_queued_requests_share_the_set_of_usable_replicas() -> None:
+    """For a thousand replicas and 10,000 requests, the sets would take 0.6 GB."""
+    system = QueuedRouter()
+    system.fill()
+    first, second = system.send("a"), system.send("b")
+    assert first is not None
+    assert second is not None
+    assert first.usable is second.usable
+
+
 def test_request_whose_replica_left_is_not_unserved_while_others_serve_its_model() -> None:
     system = QueuedRouter(replicas=2)
     for number in (1, 2):
