@@ -1,4 +1,4 @@
-"""A large fleet, and a check that work on it does not block the event loop."""
+"""A large fleet, a count of bytecodes, and a check that work does not block the event loop."""
 
 import asyncio
 import gc
@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import FrameType
+from typing import Any
 
 from extproc.replica_state import ReplicaState
 from tests.fakes import ManualClock, state
@@ -22,6 +24,24 @@ def thousand_states() -> tuple[ReplicaState, ...]:
         state(0, "llama-8b-a10", clock, id=f"10.1.{number // 250}.{number % 250}:8000")
         for number in range(REPLICAS)
     )
+
+
+def bytecodes(work: Callable[[], object]) -> int:
+    """Counts the bytecodes of the work; unlike times, they do not depend on the machine's load."""
+    executed = [0]
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        frame.f_trace_opcodes = True
+        executed[0] += event == "opcode"
+        return trace
+
+    tracer = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(tracer)
+    return executed[0]
 
 
 async def assert_event_loop_is_free(work: Callable[[], Awaitable[object]]) -> None:

@@ -14,7 +14,7 @@ from extproc.fleet.condition import Condition, is_hung
 from extproc.fleet.ejection import LONGEST_EJECTION_S, TOLERATED, Ejection
 from extproc.fleet.members import ModelNames, Staleness
 from extproc.ground.clock import Clock
-from extproc.predict.inputs import Candidates, Excluded, FleetView
+from extproc.predict.inputs import Candidates, Excluded, FleetView, without
 from extproc.predict.step import profile_or_default
 from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
@@ -39,7 +39,8 @@ class Eligibility:
 
     def __init__(self, clock: Clock, names: ModelNames, rows: Mapping[str, int]) -> None:
         self.staleness = Staleness(clock())
-        self._any_new = self._any_stalled = False
+        self._any_stalled = False
+        self._new: list[Condition] = []  # members in slow start
         self.rejecting = set[str]()
         """Replicas whose last answer was from 400 to 499: the last choices for a retry."""
         self._clock = clock
@@ -169,7 +170,7 @@ class Eligibility:
         if self._changed or now >= self._next_end:
             self._changed = False
             self._candidates.clear()
-            self._any_new = any(member.new for member in self.conditions.values())
+            self._new = [member for member in self.conditions.values() if member.new]
             ends = (end for member in self.conditions.values() for end in member.ends())
             self._next_end = min((end for end in ends if end > now), default=inf)
         key = model, among, response_visible
@@ -181,17 +182,23 @@ class Eligibility:
             found = self._candidates[key] = self._choose(*key)
         return found
 
-    def without_full(self, view: FleetView, model: str) -> Candidates | None:
+    def without_full(self, view: FleetView) -> Candidates | None:
         """Returns the candidates without new members that already have as many requests as slow
         start allows; None: there are no such members, or no candidate would be left."""
-        if not self._any_new:
+        if not self._new:
             return None
-        requests = zip(view.ids, view.requests.tolist(), strict=True)
-        why = [self.conditions[name].slow_start(number) for name, number in requests]
-        if not any(why) or all(why):
+        rows = [self._rows[member.state.id] for member in self._new]
+        places = zip(view.rows.searchsorted(rows).tolist(), rows, self._new, strict=True)
+        full = {
+            at: why
+            for at, row, member in places
+            if at < len(view)
+            and view.rows.item(at) == row
+            and (why := member.slow_start(view.requests.item(at)))
+        }
+        if not 0 < len(full) < len(view):
             return None
-        chosen, everywhere = self._of(view.ids, why, model), view.candidates.everywhere
-        return replace(chosen, excluded=view.excluded + chosen.excluded, everywhere=everywhere)
+        return without(view.candidates, (*full.items(),))
 
     def on_trial(self, candidates: Sequence[str]) -> list[bool]:
         """Returns for each candidate whether it is stalled and due for a trial. The list is empty

@@ -374,7 +374,7 @@ class Fleet:
         self._update()
         candidates = self.eligibility.candidates(model, among, response_visible)
         view = self._view(candidates)
-        if fewer := self.eligibility.without_full(view, model):
+        if fewer := self.eligibility.without_full(view):
             view = self._view(fewer)
         if len(view) and most(view.by_priority) > 0.0:
             self._overtake(view, priority)

@@ -11,6 +11,7 @@ from extproc.predict.step import profile_or_default
 from extproc.proxy.sharing import apply
 from extproc.share.replicas import Snapshot
 from tests.fakes import A10, H100, MODEL, ManualClock, chat, fleet_of, replica, state
+from tests.large import bytecodes, thousand_states
 
 NEW = replica(3)
 FAST = asdict(profile_or_default(A10).step.slowed(0.3))
@@ -40,6 +41,19 @@ def test_new_replica_gets_four_requests_at_first() -> None:
     (excluded,) = view.excluded
     assert (excluded.replica, excluded.name) == (NEW, "r3")
     assert excluded.why == "new, and its speed not measured yet: at most 4 requests at a time"
+
+
+def test_full_new_replica_costs_a_decision_few_bytecodes(clock: ManualClock) -> None:
+    """Replicas of a large pool come and go all the time."""
+    fleet = joined(clock, A10)
+    for other in thousand_states():
+        fleet.put(other)
+    first, *_ = fill(fleet)
+    candidates = fleet.view(MODEL).candidates
+    full = bytecodes(lambda: fleet.view(MODEL))
+    assert fleet.view(MODEL).candidates is candidates, "queued requests share its set of rows"
+    fleet.release(first)
+    assert full < 2 * bytecodes(lambda: fleet.view(MODEL))
 
 
 def test_equal_new_replicas_are_predicted_equal(clock: ManualClock) -> None:

@@ -1,12 +1,10 @@
 """LoRA adapters: requests prefer replicas that have them loaded; loads and waits are predicted."""
 
 import random
-import sys
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
-from types import FrameType
-from typing import Any
 
 import pytest
 from msgspec import structs
@@ -21,6 +19,7 @@ from extproc.request.profile import RequestProfile
 from extproc.route.decision import Decision
 from extproc.route.router import Router
 from tests.fakes import A10, MODEL, ManualClock, chat, decided, replica, state
+from tests.large import bytecodes
 
 ADAPTERS = ("a", "b", "c")
 SHORT = 5  # tokens of an answer so short that a load exceeds the band of equal scores
@@ -291,35 +290,17 @@ def test_number_of_tracked_adapters_is_bounded() -> None:
 def test_decision_for_one_of_500_adapters_costs_as_much_as_for_the_base_model(
     in_flight: int,
 ) -> None:
-    """Bytecodes are compared: unlike times, they do not depend on the load of the machine."""
     system = AdapterFleet(100, max_loras=8, adapters=tuple(f"adapter-{n}" for n in range(500)))
     names = cycle(system.adapters)
     for number in range(1, 101):
         for _ in range(in_flight):
             system.send(next(names), number)
-    plain, adapters = bytecodes(system, [MODEL]), bytecodes(system, ["adapter-7", "adapter-8"])
-    assert adapters <= 1.2 * plain
-
-
-def bytecodes(system: AdapterFleet, models: list[str]) -> float:
-    """Count the bytecodes of a decision: the mean of a second decision for each model."""
-    executed = Counter[str]()
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        frame.f_trace_opcodes = True
-        executed[event] += 1
-        return trace
-
-    for model in models:
-        system.decide(model)
-    tracer = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        for model in models:
-            system.decide(model)
-    finally:
-        sys.settrace(tracer)
-    return executed["opcode"] / len(models)
+    spent = {model: [0, 0] for model in (MODEL, "adapter-7", "adapter-8")}
+    for again in (0, 1):  # the first decision for a model finds its candidates
+        for model in spent:
+            spent[model][again] = bytecodes(partial(system.decide, model))
+    plain, *adapters = (second for _, second in spent.values())
+    assert sum(adapters) <= 1.2 * 2 * plain
 
 
 def test_adapter_that_no_replica_lists_is_forgotten() -> None:
