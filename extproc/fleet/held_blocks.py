@@ -5,7 +5,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, repeat
 from math import inf, nan
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -77,6 +77,7 @@ class HeldBlocks:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._replicas: dict[str, _ReplicaBlocks] = {}
+        self._forgotten: list[_ReplicaBlocks] = []  # keys that are still in the bitmaps
         self._bitmaps: Bitmaps = {}
 
     def follows(self, replica: str, update: BlockUpdate) -> bool:
@@ -90,7 +91,7 @@ class HeldBlocks:
         """Applies an update that :meth:`follows`, in steps between which the event loop may run."""
         blocks = self._replicas.get(replica)
         if blocks is None:
-            taken = {other.bit for other in self._replicas.values()}
+            taken = {other.bit for other in (*self._replicas.values(), *self._forgotten)}
             bit = next(bit for bit in range(len(taken) + 1) if bit not in taken)
             blocks = self._replicas[replica] = _ReplicaBlocks(bit)
         for _ in self._steps(blocks, update):
@@ -102,7 +103,8 @@ class HeldBlocks:
     def _steps(self, blocks: _ReplicaBlocks, update: BlockUpdate) -> Iterator[None]:
         stored: set[int] = set()
         removed = [*blocks.keys] if update.whole else update.removed.tolist()
-        for keys in _parts(update.stored.tolist()):
+        for part in _parts(update.stored):
+            keys = part.tolist()
             self._add(blocks, {*keys} - blocks.keys)
             _expect_no_more(blocks, keys)
             stored.update(keys)
@@ -113,6 +115,7 @@ class HeldBlocks:
             yield
 
     def polled(self, state: ReplicaState) -> None:
+        self._clear_forgotten()
         blocks = self._replicas.get(state.id)
         if blocks is None:
             return
@@ -134,8 +137,18 @@ class HeldBlocks:
             blocks.expected.update(dict.fromkeys(new, until))
 
     def forget(self, replica: str) -> None:
+        """Forgets a replica; each poll of any replica then clears a part of its blocks, because a
+        million blocks take almost a second."""
         if (blocks := self._replicas.pop(replica, None)) is not None:
-            self._drop(blocks, [*blocks.keys])
+            self._forgotten.append(blocks)
+
+    def _clear_forgotten(self) -> None:
+        if self._forgotten:
+            last = self._forgotten[-1]
+            keys = [last.keys.pop() for _ in range(min(len(last.keys), _MAX_BLOCKS_AT_ONCE))]
+            clear_bit(self._bitmaps, keys, last.bit)
+            if not last.keys:
+                self._forgotten.pop()
 
     def keep(self, replicas: Container[str]) -> None:
         """Forgets all replicas except ``replicas``."""
@@ -212,7 +225,7 @@ def _keys(prefix: Prefix, adapter: str, block_size: int) -> list[int]:
     return keys
 
 
-def _parts(keys: Sequence[int]) -> Iterator[Sequence[int]]:
+def _parts(keys: Any) -> Iterator[Any]:
     step = _MAX_BLOCKS_AT_ONCE
     return (keys[first : first + step] for first in range(0, len(keys), step))
 

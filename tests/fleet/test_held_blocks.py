@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -211,5 +212,18 @@ def test_replica_forgotten_within_an_update_leaves_no_blocks(pool: ReportingFlee
     pool.fleet.blocks.forget(replica(1))
     deque(steps)
     assert pool.fleet.blocks.count(replica(1)) is None
-    deque(pool.fleet.blocks.apply(replica(3), whole(FIRST, range(0))))  # in the same place
-    assert not pool.fleet.blocks._bitmaps.get(0)
+    pool.poll()
+    assert not pool.fleet.blocks._bitmaps
+
+
+def test_blocks_of_a_replica_that_left_are_cleared_in_parts(pool: ReportingFleet) -> None:
+    """A replica may have a million blocks, which would block the router for 0.7 s."""
+    pool.report(1, [*range(10_000)])
+    pool.report(2, [*range(5_000, 15_000)])
+    bitmaps, held = pool.fleet.blocks._bitmaps, [10_000]
+    pool.fleet.remove(replica(1))
+    while held[-1]:
+        held.append(sum(bitmap & 1 for bitmap in bitmaps.values()))
+        pool.fleet.put(state(3, A10, pool.clock))
+    assert max(before - after for before, after in pairwise(held)) <= 2048
+    assert len(bitmaps) == 10_000
