@@ -1,7 +1,7 @@
 """Announcements to other routers: sent prompts, and owners of responses and sessions."""
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -11,7 +11,7 @@ from extproc.request.prefix import NO_PREFIX, Keys, Prefix
 MAX_PROMPT_BATCHES = 4096
 """Batches of prompts that Redis stores for routers that start later: 80 MB at 1,000 requests a
 second with 8,000 tokens each, when a router's batch holds 20 prompts."""
-MAX_OWNERS = 100_000  # limit of the owners that a router remembers: 20 MB
+MAX_OWNERS = 100_000  # limit of the owners that a router remembers: 24 MB
 _MAX_PENDING = 10_000  # limit of the announcements that wait for Redis; the oldest are dropped
 _MAX_PENDING_BYTES = 10_000_000  # of pending prompts: a prompt of 8,000 tokens takes 1 kB
 _MAX_BATCH = 100  # prompts in a batch, which blocks the reader's event loop for about 5 ms
@@ -71,7 +71,7 @@ class OwnerMap:
     """Replicas that own stored responses, or sessions, by the key of the response or session."""
 
     def __init__(self) -> None:
-        self._owners: dict[str, str] = {}
+        self._owners = OrderedDict[str, str]()  # a dict takes 0.1 ms to find its oldest key
         self._pending: deque[tuple[str, str]] = deque(maxlen=_MAX_PENDING)
         self._has_pending = asyncio.Event()
 
@@ -80,10 +80,10 @@ class OwnerMap:
 
     def remember(self, key: str, replica: str) -> None:
         """Stores an owner that another router announced."""
-        self._owners.pop(key, None)  # the newest stands last
-        if len(self._owners) >= MAX_OWNERS:
-            del self._owners[next(iter(self._owners))]
         self._owners[key] = replica
+        self._owners.move_to_end(key)
+        if len(self._owners) > MAX_OWNERS:
+            self._owners.popitem(last=False)
 
     def record(self, key: str, replica: str) -> None:
         """Stores an owner that this router observed; announces it if new. Ignores empty keys."""
