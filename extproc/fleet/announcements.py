@@ -9,12 +9,14 @@ from msgspec import Meta, Struct
 from extproc.request.prefix import NO_PREFIX, Keys, Prefix
 
 MAX_PROMPT_BATCHES = 4096
-"""Batches of prompts that Redis stores for routers that start later: 80 MB at 1,000 requests a
-second with 8,000 tokens each, when a router's batch holds 20 prompts."""
+"""Batches of prompts that Redis stores for routers that start later: at most 100 MB of prompts with
+8,000 tokens each, and 200 MB of prompts with a million bytes each."""
 MAX_OWNERS = 100_000  # limit of the owners that a router remembers: 24 MB
 _MAX_PENDING = 10_000  # limit of the announcements that wait for Redis; the oldest are dropped
 _MAX_PENDING_BYTES = 10_000_000  # of pending prompts: a prompt of 8,000 tokens takes 1 kB
-_MAX_BATCH = 100  # prompts in a batch, which blocks the reader's event loop for about 5 ms
+_MAX_BATCH, _MAX_BATCH_BYTES = 100, 20_000
+"""Limits of a batch: prompts, and bytes of the keys of all its prompts but the last. 20,000 bytes,
+as of 20 prompts with 8,000 tokens each, block the reader's event loop for a millisecond."""
 
 
 class SentPrompt(Struct, array_like=True, eq=False):
@@ -58,8 +60,11 @@ class PromptLog:
         self.add(replica, NO_PREFIX)
 
     def take(self) -> tuple[SentPrompt, ...]:
-        """Removes and returns the oldest prompts, at most ``_MAX_BATCH``."""
-        return tuple([self._pop() for _ in range(min(len(self._pending), _MAX_BATCH))])
+        """Removes and returns a batch of the oldest prompts."""
+        batch, after = list[SentPrompt](), self._size - _MAX_BATCH_BYTES
+        while self._pending and len(batch) < _MAX_BATCH and self._size > after:
+            batch.append(self._pop())
+        return tuple(batch)
 
     def _pop(self) -> SentPrompt:
         oldest = self._pending.popleft()

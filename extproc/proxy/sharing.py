@@ -161,10 +161,9 @@ def _keep_owner(owners: OwnerMap, owner: Owner) -> None:
 
 async def _send_prompts(redis: Redis, key: str, fleet: Fleet) -> None:
     while True:
-        if prompts := fleet.prompt_log.take():
+        while prompts := fleet.prompt_log.take():
             await append(redis, key, PROMPTS, MAX_PROMPT_BATCHES, [Prompts(fleet.router, prompts)])
-        urgent = bool(fleet.peers) or len(fleet.prompt_log) > 0
-        await asyncio.sleep(EVERY_S if urgent else _ALONE_S)
+        await asyncio.sleep(EVERY_S if fleet.peers else _ALONE_S)
 
 
 async def _receive_prompts(reader: StreamReader[Prompts], fleet: Fleet) -> None:

@@ -52,6 +52,9 @@ def test_prompt_log_is_taken_in_batches() -> None:
     while batch := log.take():
         sizes.append(len(batch))
     assert sizes == [100, 100, 50]
+    for _ in range(5):
+        log.add("10.0.0.1:8000", Prefix(np.zeros(1_250, np.uint64), UNIT, UNIT * 1_250))
+    assert [len(batch) for batch in iter(log.take, ())] == [2, 2, 1], "20 kB of keys are enough"
 
 
 def test_pending_prompts_take_at_most_10_mb() -> None:
@@ -60,7 +63,7 @@ def test_pending_prompts_take_at_most_10_mb() -> None:
         long = Prefix(np.full(size // 8, number, np.uint64), UNIT, UNIT * size / 8)
         log.add("10.0.0.1:8000", long)
     assert 9_900_000 < size * len(log) <= 10_000_000
-    numbers = [int(sent.keys[0]) for _ in range(8) for sent in log.take()]
+    numbers = [int(sent.keys[0]) for batch in iter(log.take, ()) for sent in batch]
     assert numbers == list(range(1_000 - len(numbers), 1_000)), "the newest"
     assert not log.take()
     log.add("10.0.0.1:8000", prompt("abc"))

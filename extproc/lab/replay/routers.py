@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import chain, cycle
 from math import inf
 from random import Random
 
@@ -202,7 +202,7 @@ class Routers:
         self._clock = clock
         self._random = random
         self._owner: dict[int, RouterNode] = {}
-        self._under_way: deque[tuple[float, Digest | None, str, tuple[SentPrompt, ...]]] = deque()
+        self._under_way: deque[tuple[float, Digest | None, str, list[SentPrompt]]] = deque()
 
     def decide(self, arrival: Arrival) -> Decision | None:
         """Return the decision of a random router; None if no replica can be used."""
@@ -240,7 +240,8 @@ class Routers:
             else:
                 self._due_at += EVERY_S / len(self.nodes)
                 fleet = next(self._next).fleet
-                due, prompts = fleet.digests.due(at), fleet.prompt_log.take()
+                due = fleet.digests.due(at)
+                prompts = [*chain.from_iterable(iter(fleet.prompt_log.take, ()))]
                 digest = due and Skips().open(fleet.router, DIGEST.seal(due), DIGEST)
                 if digest or prompts:
                     arrives_at = at + self._share_lag
