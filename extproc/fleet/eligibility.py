@@ -107,7 +107,8 @@ class Eligibility:
         if member is None or not (member.state.healthy and member.ejection.counts(now)):
             return 0.0
         if unavailable and member.steps(now):
-            member.full_until, self._changed = now + reasons.FULL_S, True
+            self._changed |= now >= member.full_until
+            member.full_until = now + reasons.FULL_S
             return 0.0
         if unavailable and now - member.ejection.failed_at < reasons.FULL_S:
             return 0.0
@@ -136,8 +137,8 @@ class Eligibility:
         """Notes that the replica sent response headers or a part of a response."""
         if (member := self.conditions.get(replica)) is not None:
             now = self._clock()
-            self._changed |= member.unhealthy(now) != ""
-            member.answered_at = now
+            before, member.answered_at = member.unhealthy(now), now
+            self._changed |= member.unhealthy(now) != before
 
     def ended(self, replica: str) -> None:
         member = self.conditions.get(replica)

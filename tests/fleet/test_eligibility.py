@@ -197,8 +197,25 @@ def test_engine_that_steps_and_answers_503_is_full_and_not_ejected(
     for _ in range(10):
         fleet.eligibility.failed(replica(1), unavailable=True)
     assert excluded(fleet) == {replica(1): "its engine answered that it is full"}
-    clock.advance(1.1)
+    clock.advance(0.9)
+    fleet.eligibility.failed(replica(1), unavailable=True)
+    clock.advance(0.9)
+    assert excluded(fleet)
+    clock.advance(0.2)
     assert not excluded(fleet)
+
+
+def test_responses_that_change_no_candidate_choose_none_anew(
+    fleet: Fleet, clock: ManualClock, put: Put
+) -> None:
+    """To choose the candidates of a thousand replicas takes as long as 27 decisions."""
+    put(1, running=12, steps=1.0)
+    put(2, healthy=False)
+    fleet.eligibility.failed(replica(1), unavailable=True)
+    candidates = fleet.view(MODEL).candidates
+    fleet.eligibility.failed(replica(1), unavailable=True)
+    fleet.eligibility.response_seen(replica(2))
+    assert fleet.view(MODEL).candidates is candidates
 
 
 def test_503s_of_an_engine_that_steps_no_more_count_once_a_second(
