@@ -21,8 +21,9 @@ from extproc.replica_state import STALE_AFTER_S, ReplicaState
 _MAX_EJECTED = 0.5  # share of the members, at least one member
 _STALL_CHECK_S = 1.0  # time between two checks for stalls
 _SUSPECT_S = 2 * LONGEST_EJECTION_S  # longer than the time to a failing replica's next trial
-_REMEMBERED_ROWS = 200_000  # rows of all remembered candidates: 10 MB
-_MOST_REMEMBERED = 1_000  # remembered candidates
+_REMEMBERED_ROWS, _FURTHER = 200_000, 20
+"""Rows of all remembered candidates, and rows as which the remembered candidates of a model count
+beside their own: 10 MB."""
 _FULL = "its engine answered that it is full"
 _FAILING = f"ejected: {TOLERATED} or more consecutive requests failed"
 
@@ -177,8 +178,7 @@ class Eligibility:
         key = model, among, response_visible
         found = self._candidates.get(key)
         if found is None:
-            rows = len(self._candidates) * len(self.conditions)
-            if rows >= _REMEMBERED_ROWS or len(self._candidates) >= _MOST_REMEMBERED:
+            if len(self._candidates) * (len(self.conditions) + _FURTHER) >= _REMEMBERED_ROWS:
                 self._candidates.clear()
             found = self._candidates[key] = self._choose(*key)
         return found

@@ -112,8 +112,8 @@ class Backlog:
             found.append(line.head())
         return found
 
-    def heads(self, row: int, models: int) -> list[Waiting]:
-        """Return the requests that may start on a replica, by priority.
+    def heads(self, row: int, models: int, most: int) -> list[Waiting]:
+        """Return the first ``most`` requests that may start on a replica, by priority.
 
         At each priority the heads of the replica's lines come first. Then come the first requests
         of at most ``models`` lines of models (:meth:`firsts`) that may use the replica.
@@ -124,7 +124,7 @@ class Backlog:
         def rank(head: Waiting) -> tuple[float, ...]:
             return -head.priority, head not in own, self.shares.tag(head.key), head.due
 
-        return sorted(own | dict.fromkeys(others), key=rank)
+        return sorted(own | dict.fromkeys(others), key=rank)[:most]
 
     def work(self) -> dict[str, dict[int, float]]:
         """Replica-seconds of the requests that wait for each replica, by priority."""

@@ -11,11 +11,12 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
   queued ahead at this and at other routers (:meth:`~extproc.route.backlog.Backlog.ahead`). A
   replica can start a request if the replica has room (:mod:`extproc.route.room`) and is not
   reserved (:meth:`~extproc.route.backlog.Backlog.reserves`). The request is decided anew when the
-  expected wait has passed. The first request of a model is also decided anew every 0.2 s, and when
-  a replica gets more room; the first that waits for an excluded replica, every second and when a
-  request ends there. No request is refused while a replica could start it, with three exceptions:
-  the request continues a response that another replica stores, the request would miss the target of
-  its objective, or more than 16 requests exceed the longest wait at once.
+  expected wait has passed. The first request of a model is also decided anew every 0.2 s, for 16
+  models at a time, and when a replica gets more room, for the first 32 models there; the
+  first that waits for an excluded replica, every second and when a request ends there. No request
+  is refused while a replica could start it, with three exceptions: the request continues a response
+  that another replica stores, the request would miss the target of its objective, or more than 16
+  requests exceed the longest wait at once.
 - *No blocking across models.* Each model has a line of its own on each replica. The head of a line
   delays other models of its priority only on the replica that it waits for. There it delays a
   request only if the request arrives more than B seconds after the head was due, and only if the
@@ -39,9 +40,9 @@ Guarantees, with B = 3 s (:data:`~extproc.route.waiting.OVERTAKEN_S`):
   (:mod:`extproc.route.turns`). Then, until 0.1 s after the first such end, this router sends no
   request of the priority of that router's work or below there, of whatever model or tenant. Other
   room goes to the router that decides first.
-- *Cost.* With n queued requests, an arrival or the end of a request costs O(log n), and a number of
-  decisions that does not depend on n. A sweep decides a bounded number of requests: if thousands
-  could start at once, dispatching them takes seconds.
+- *Cost.* With n queued requests for m models, an arrival or the end of a request costs
+  O(m + log n), and a number of decisions that depends on neither. A sweep decides a bounded number
+  of requests: if thousands could start at once, dispatching them takes seconds.
 - *Isolation.* A client that leaves frees its place. The queue then offers the awaited replica to
   other requests, as if a request on it had ended. Nothing else changes.
 - *Every wait ends* with a dispatch, with a refusal that names the reason and the time to retry, or
@@ -179,7 +180,7 @@ class Queue:
         while row is not None and self._requests and decided < _OFFERS:
             now, room = self._fleet.now, self._fleet.free_kv_tokens(replica)
             left = self._backlog.left.get(row, -inf)
-            for request in self._backlog.heads(row, _MODELS):
+            for request in self._backlog.heads(row, _MODELS, _OFFERS):
                 full = room < request.tokens and row in candidates(request.model).row_set
                 if request.priority <= left or full or request.declines(row, now):
                     continue

@@ -306,7 +306,7 @@ async def test_unknown_models_displace_no_candidates(
     envoy: EnvoySide, services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To choose the candidates of a thousand replicas takes as long as 27 decisions."""
-    monkeypatch.setattr(eligibility, "_MOST_REMEMBERED", 3)
+    monkeypatch.setattr(eligibility, "_REMEMBERED_ROWS", 3)
     candidates = services.fleet.eligibility.candidates("llama")
     for number in range(4):
         assert status_of(await envoy.ask(CHAT | {"model": f"unknown {number}"})) == 404

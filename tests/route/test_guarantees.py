@@ -4,7 +4,7 @@ and its check fails on a fault in the queue."""
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
@@ -13,6 +13,7 @@ from math import inf
 from statistics import fmean
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import Phase, given, seed, settings
@@ -585,11 +586,14 @@ def test_stuck_gauges_delay_no_queue_for_10_s(
 # -- cost -----------------------------------------------------------------------------------
 
 
-def spent(queued: int, tenants: int, models: int) -> tuple[int, int]:
-    """Return the decisions and bytecodes of an arrival and an end, with requests queued."""
+def queued_pool(
+    queued: int, tenants: int, models: int, decisions: Iterator[int]
+) -> tuple[SharedReplicas, str]:
+    """Return a pool with queued requests, each decision on which takes the next of ``decisions``,
+    and the last of their models."""
     names = [MODEL, *map(str, range(1, models))]
     pool = SharedReplicas(models=(tuple(names),) * 2, routers=1, limits={"most": 20_000})
-    node, decisions, opcodes = pool.nodes[0], count(), count()
+    node = pool.nodes[0]
     while (entry := pool.arrive(OfferedRequest(model=names[-1]))) is None:
         pass
     seen = node.last[entry]
@@ -603,6 +607,13 @@ def spent(queued: int, tenants: int, models: int) -> tuple[int, int]:
         waits = Waiting(profile, seen.decision, pool.clock() + number * 1e-6, decide, entry.resolve)
         node.queue.enter(waits)
         node.last[waits] = seen
+    return pool, names[-1]
+
+
+def spent(queued: int, tenants: int, models: int) -> tuple[int, int]:
+    """Return the decisions and bytecodes of an arrival and an end, with requests queued."""
+    decisions, opcodes = count(), count()
+    pool, model = queued_pool(queued, tenants, models, decisions)
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         frame.f_trace_opcodes = True
@@ -612,7 +623,7 @@ def spent(queued: int, tenants: int, models: int) -> tuple[int, int]:
 
     sys.settrace(trace)
     try:
-        pool.arrive(OfferedRequest(model=names[-1], tenant="0"))
+        pool.arrive(OfferedRequest(model=model, tenant="0"))
         pool.end()
     finally:
         sys.settrace(None)
@@ -628,6 +639,18 @@ def test_cost_of_arrival_and_end_does_not_depend_on_queue_length(tenants: int, m
     assert many_opcodes <= 2 * few_opcodes
 
 
+def test_end_of_a_request_looks_for_the_candidates_of_few_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests for thousands of LoRA adapters may be queued, and all wait for the same replica."""
+    pool, _ = queued_pool(1_500, 1, 1_500, count())
+    node = pool.nodes[0]
+    eligibility = node.fleet.eligibility
+    monkeypatch.setattr(eligibility, "candidates", looks := Mock(wraps=eligibility.candidates))
+    node.queue.request_ended(replica(1))
+    assert looks.call_count <= 2 * 32
+
+
 # -- each check fails on a fault ------------------------------------------------------------
 
 
@@ -635,7 +658,7 @@ def _blocking(self: Backlog, row: int, place: Place) -> bool:
     return row in self._replicas
 
 
-def _everyone(self: Backlog, row: int, models: int) -> list[Waiting]:
+def _everyone(self: Backlog, row: int, models: int, most: int) -> list[Waiting]:
     groups = [group for line in self._models.values() for group in line._groups.values()]
     return [entry for group in groups for _, entry in group._order]
 
