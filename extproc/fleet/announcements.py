@@ -45,9 +45,6 @@ class PromptLog:
         self._pending: deque[SentPrompt] = deque()
         self._size = 0  # bytes of the pending keys
 
-    def __len__(self) -> int:
-        return len(self._pending)
-
     def add(self, replica: str, prefix: Prefix) -> None:
         self._pending.append(
             SentPrompt(replica, prefix.keys, prefix.unit, prefix.tokens, prefix.whole)

@@ -42,7 +42,7 @@ def test_prompt_far_too_long_for_the_replica_displaces_no_cached_prompt(
     fleet.dispatch(replica(1), request(prompt("b", 240_000), 240_000))
     fleet.dispatch(replica(1), request(NO_PREFIX, 0))
     assert fleet.prefix_hits(prefix, fleet.view(MODEL)).expected.max() > CACHED
-    assert len(fleet.prompt_log) == 1
+    assert len(fleet.prompt_log.take()) == 1
 
 
 def test_prompt_that_may_fit_is_expected_in_the_cache(fleet: Fleet, clock: ManualClock) -> None:
