@@ -23,7 +23,7 @@ from extproc.route.router import Router
 TERMS = Terms.__struct_fields__
 _OUTCOME = RequestOutcome.__struct_fields__
 _DIGITS = 5
-_MOST_CANDIDATES = 100_000  # in all stored decisions, about 20 MB
+_MOST_CANDIDATES = 100_000  # in all stored decisions, about 34 MB
 MOST_RESULTS = 5000  # most prediction results kept for a pool
 OVERLOADED = "overloaded"  # fault: Envoy answered 503 itself, because a circuit breaker was full
 
