@@ -5,7 +5,7 @@ import gc
 import logging
 import os
 import resource
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
+from extproc.cli import main
 from extproc.lab.harness.processes import Process, free_port, start_redis
 from extproc.share import connection, reader
 from extproc.share.connection import connect
@@ -127,6 +128,27 @@ def logged() -> Iterator[Logged]:
     yield handler
     package.removeHandler(handler)
     package.setLevel(level)
+
+
+Cli = Callable[..., tuple[list[str], list[str]]]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs ``extproc ARGUMENTS``, which must end with this status; returns the lines of stdout and
+    stderr."""
+
+    def run(*arguments: str | Path, status: int = 0) -> tuple[list[str], list[str]]:
+        capsys.readouterr()
+        try:
+            ended: int | str | None = main([*map(str, arguments)])
+        except SystemExit as exited:
+            ended = exited.code
+        assert ended == status
+        output = capsys.readouterr()
+        return output.out.splitlines(), output.err.splitlines()
+
+    return run
 
 
 class RedisServer:

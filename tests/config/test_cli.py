@@ -17,18 +17,12 @@ from extproc.cli import main
 from extproc.config import REMOVED
 from extproc.ground.version import commit
 from extproc.lab.harness.processes import flags
+from tests.conftest import Cli
 from tests.waiting import PATIENCE_S
 
 
-def exit_status(argv: list[str]) -> int | str | None:
-    with pytest.raises(SystemExit) as caught:
-        main(argv)
-    return caught.value.code
-
-
-def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_status(["--version"]) == 0
-    assert capsys.readouterr().out == f"extproc {__version__} (commit {commit()})\n"
+def test_version_is_printed(cli: Cli) -> None:
+    assert cli("--version") == ([f"extproc {__version__} (commit {commit()})"], [])
     assert re.fullmatch("[0-9a-f]{12}", commit())
 
 
@@ -96,16 +90,20 @@ def test_bash_completes_commands_and_options(
         (["explain", "--last", "5", "id"], "extproc explain", "not allowed with argument --last"),
         (["explain", ""], "extproc explain", "the request id is empty"),
         (["explain", " "], "extproc explain", "the request id is empty"),
+        (["replicas"], "extproc replicas", "the following arguments are required"),
+        (["replicas", "drian"], "extproc replicas", "invalid choice: 'drian'"),
+        (["replicas", "drain"], "extproc replicas drain", "the following arguments are required"),
+        (["replicas", "drain", "x", "--wait", "soon"], "extproc replicas drain",
+         "'soon' is not a number from 0 on"),
         (["demo", "--rate", "inf"], "extproc demo", "--rate: 'inf' is not a number above 0"),
         (["what-if", "record", "--page", "a.html"], "extproc what-if",
          "removed: --json prints all figures"),
     ],
 )  # fmt: skip
 def test_wrong_argument_prints_usage_and_problem(
-    argv: list[str], usage: str, problem: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str], usage: str, problem: str, cli: Cli
 ) -> None:
-    assert exit_status(argv) == 2
-    first, second = capsys.readouterr().err.splitlines()
+    _, (first, second) = cli(*argv, status=2)
     assert first.startswith(f"usage: {usage}")
     assert problem in second
 
@@ -114,13 +112,12 @@ def test_wrong_argument_prints_usage_and_problem(
     "command", ["serve", "poll", "eds", "check", "explain", "top", "replicas list"]
 )
 def test_each_configuration_error_is_one_line(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EXTPROC_POLL__INTERVAL_S", "soon")
     monkeypatch.setenv("EXTPROC_POLICY", "lmetric")
-    assert main(command.split()) == 2
+    _, (unknown, wrong) = cli(*command.split(), status=2)
     name = command.split()[0]
-    unknown, wrong = capsys.readouterr().err.splitlines()
     assert unknown.startswith(f"extproc {name}: variable EXTPROC_POLICY: unknown key 'policy'")
     assert wrong.startswith(f"extproc {name}: variable EXTPROC_POLL__INTERVAL_S: poll.interval_s: ")
 
@@ -138,6 +135,7 @@ def test_each_configuration_error_is_one_line(
         ("check --envoy /nope", "/nope: cannot be read: No such file"),
         ('check --request.tokenizers {"m":"/nope/tokenizer.json"}',
          "request.tokenizers: the tokenizer of model 'm' cannot be read: /nope/"),
+        ("replicas list --redis.url nonsense", "not an address of Redis"),
         ("eds --state memory", "state is 'memory'"),
         ("poll --state memory --replicas [a:1]", "the router polls its replicas itself"),
         ("simulate --max-model-len 9000 --kv-tokens 8000", "max_model_len 9000 is more"),
@@ -145,40 +143,41 @@ def test_each_configuration_error_is_one_line(
         ("demo --json file", "--json needs --once"),
     ],
 )  # fmt: skip
-def test_impossible_setting_exits_with_one_line(
-    argv: str, reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(argv.split()) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+def test_impossible_setting_exits_with_one_line(argv: str, reason: str, cli: Cli) -> None:
+    _, (line,) = cli(*argv.split(), status=2)
     assert line.startswith(f"extproc {argv.split()[0]}: ")
     assert reason in line
 
 
 def test_check_reports_an_empty_file_however_it_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "extproc.yaml"
     file.write_text("# nothing yet")
-    by_flag = main(["check", "--config", str(file)]), capsys.readouterr().out
+    by_flag, _ = cli("check", "--config", file, status=1)
     monkeypatch.setenv("EXTPROC_CONFIG", str(file))
-    assert (main(["check"]), capsys.readouterr().out) == by_flag
-    assert by_flag[0] == 1
-    assert f"error    {file}: empty: every setting has its default" in by_flag[1]
+    assert cli("check", status=1) == (by_flag, [])
+    assert by_flag[1].startswith(f"error    {file}: empty: every setting has its default")
+
+
+def test_replicas_command_refuses_memory_state(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXTPROC_STATE", "memory")
+    _, (line,) = cli("replicas", "list", status=2)
+    assert "state is 'memory'" in line
 
 
 @pytest.mark.parametrize("content", [None, "[10.0.0.1]", "a: ["])
 def test_check_reports_unusable_replicas_file(
-    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str | None, tmp_path: Path, cli: Cli
 ) -> None:
     file, config = tmp_path / "replicas.yaml", tmp_path / "extproc.yaml"
     config.write_text(f"pools: {{batch: {{replicas_file: {file}}}}}")
     if content is not None:
         file.write_text(content)
-    assert main(["check", "--config", str(config)]) == 1
-    *_, finding = capsys.readouterr().out.splitlines()
+    (*_, finding), _ = cli("check", "--config", config, status=1)
     assert finding.startswith(f"error    replicas_file {file}: unusable: ")
     file.write_text("[10.0.0.1:8000]")
-    assert main(["check", "--config", str(config)]) == 0
+    cli("check", "--config", config)
 
 
 _TRACES = ("--traces.endpoint", "http://collector:4318")
@@ -200,12 +199,11 @@ def test_missing_extra_is_named_before_anything_runs(
     options: tuple[str, ...],
     module: str,
     extra: str,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    assert main([*command.split(), *options]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    _, (line,) = cli(*command.split(), *options, status=2)
     assert line.endswith(f" not installed: pip install 'extproc[{extra}]'")
 
 
@@ -221,20 +219,14 @@ def test_missing_extra_is_named_before_anything_runs(
          "edit the file that 'replicas_file' names: pollers follow its changes"),
     ],
 )  # fmt: skip
-def test_removed_command_names_its_replacement(
-    command: str, instead: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(command.split()) == 2
+def test_removed_command_names_its_replacement(command: str, instead: str, cli: Cli) -> None:
     name = " ".join(command.split()[:2])
-    assert capsys.readouterr().err == f"extproc {name} was removed: {instead}\n"
+    assert cli(*command.split(), status=2) == ([], [f"extproc {name} was removed: {instead}"])
 
 
 @pytest.mark.parametrize("option", [*map("--{}".format, REMOVED), "--workers"])
-def test_removed_option_names_its_replacement(
-    option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert exit_status(["serve", f"{option}=1"]) == 2
-    _, line = capsys.readouterr().err.splitlines()
+def test_removed_option_names_its_replacement(option: str, cli: Cli) -> None:
+    _, (_, line) = cli("serve", f"{option}=1", status=2)
     key = option.removeprefix("--")
     assert line.endswith(f"was removed: {REMOVED.get(key) or REMOVED[f'serve.{key}']}")
 
@@ -314,25 +306,21 @@ def elsewhere(**addresses: str) -> list[str]:
 
 
 @pytest.mark.parametrize("setting", ADDRESSES)
-def test_address_in_use_exits_with_one_line(
-    setting: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_address_in_use_exits_with_one_line(setting: str, cli: Cli) -> None:
     command = setting.partition(".")[0]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert main([command, "--log.level=error", *elsewhere(**{setting: address})]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+        argv = command, "--log.level=error", *elsewhere(**{setting: address})
+        _, (line,) = cli(*argv, status=1)
     assert line.startswith(f"extproc {command}: cannot listen ")
     assert f"on {address} ({setting}): " in line
 
 
 @pytest.mark.parametrize("command", ["serve", "eds"])
-def test_address_of_another_machine_exits_with_the_reason(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_address_of_another_machine_exits_with_the_reason(command: str, cli: Cli) -> None:
     setting, address = f"{command}.listen", "192.0.2.1:50051"
-    assert main([command, "--log.level=error", *elsewhere(**{setting: address})]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    argv = command, "--log.level=error", *elsewhere(**{setting: address})
+    _, (line,) = cli(*argv, status=1)
     assert line.endswith(f"on {address} ({setting}): Cannot assign requested address")
 
 

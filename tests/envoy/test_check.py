@@ -11,7 +11,6 @@ from typing import Any, Self
 import pytest
 import yaml
 
-from extproc.cli import main
 from extproc.config import Config
 from extproc.envoy.check import RULES, check_envoy
 from extproc.envoy.envoy_file import EnvoyFile
@@ -20,6 +19,7 @@ from extproc.envoy.observer_rules import OBSERVER_RULES
 from extproc.envoy.tree import CLUSTER
 from extproc.ground.yaml_file import read_yaml
 from extproc.lab.harness.envoy_config import manager_of
+from tests.conftest import Cli
 from tests.envoy.watched_files import bootstrap
 
 ENVOY = Path(__file__).parents[2] / "envoy"
@@ -307,12 +307,11 @@ def test_shipped_files_pass_every_rule(name: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(ENVOY.glob("*.yaml")), ids=lambda path: path.stem)
 def test_command_accepts_every_shipped_file(
-    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in re.findall("Router: (EXTPROC_.*)=(.*)", path.read_text(encoding="utf-8")):
         monkeypatch.setenv(name, value)
-    assert main(["check", "--envoy", str(path)]) == 0
-    assert str(path) in capsys.readouterr().out
+    assert str(path) in cli("check", "--envoy", path)[0]
 
 
 @pytest.mark.parametrize(
@@ -846,12 +845,10 @@ def _camel(value: Any) -> Any:
     }  # fmt: skip
 
 
-def test_command_prints_worst_first_and_fails_on_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_prints_worst_first_and_fails_on_error(tmp_path: Path, cli: Cli) -> None:
     def check(path: Path, status: int) -> list[str]:
-        assert main(["check", "--hold.longest_s", "301", "--envoy", str(path)]) == status
-        valid, name, *lines = capsys.readouterr().out.splitlines()
+        argv = "check", "--hold.longest_s", "301", "--envoy", path
+        (valid, name, *lines), _ = cli(*argv, status=status)
         assert valid == "The configuration is valid."
         assert name == str(path)
         return lines
@@ -901,31 +898,27 @@ def test_mistake_that_routes_repeat_is_reported_once() -> None:
     ],
 )
 def test_configuration_that_cannot_work_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, where: str, words: str
+    tmp_path: Path, cli: Cli, text: str, where: str, words: str
 ) -> None:
     file = tmp_path / "extproc.yaml"
     file.write_text(text)
-    assert main(["check", "--config", str(file), "--json"]) == 1
-    (finding,) = json.loads(capsys.readouterr().out)
+    printed, _ = cli("check", "--config", file, "--json", status=1)
+    (finding,) = json.loads("\n".join(printed))
     assert finding["level"] == "error"
     assert finding["where"].endswith(where)
     assert words in finding["text"]
 
 
 @pytest.mark.parametrize("text", ["a: [", "\0", "a: 2024-13-45", "[" * 1000, "&a [*a]", "\xff"])
-def test_invalid_yaml_is_reported_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
-) -> None:
+def test_invalid_yaml_is_reported_in_one_line(tmp_path: Path, cli: Cli, text: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_bytes(text.encode("latin-1"))
-    assert main(["check", "--envoy", str(path)]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    _, (line,) = cli("check", "--envoy", path, status=1)
     assert line.startswith(f"extproc check: {path}: not YAML: ")
 
 
-def test_redis_password_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_redis_password_is_not_shown(cli: Cli) -> None:
     url = "redis://user:hunter2@127.0.0.1:1/1"
-    assert main(["check", "--live", "--redis.url", url]) == 1
-    output = capsys.readouterr().out
+    output = "\n".join(cli("check", "--live", "--redis.url", url, status=1)[0])
     assert "redis 127.0.0.1:1: " in output
     assert "hunter2" not in output

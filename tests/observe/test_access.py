@@ -10,13 +10,12 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from extproc.cli import main
 from extproc.config import AdminSettings
 from extproc.ground.files import read_certificates
 from extproc.ground.tls import trusting
 from extproc.observe.admin import serve_admin
 from tests.certificates import Authority
-from tests.conftest import Logged
+from tests.conftest import Cli, Logged
 from tests.waiting import PATIENCE_S
 
 TOKEN = "an-example"
@@ -165,17 +164,15 @@ async def test_renewed_certificate_is_used_without_a_restart(
     ],
 )
 def test_unusable_file_stops_a_command_with_its_name(
-    command: str, settings: dict[str, str], problem: str, capsys: pytest.CaptureFixture[str]
+    command: str, settings: dict[str, str], problem: str, cli: Cli
 ) -> None:
     ports = ("--serve.admin=127.0.0.1:0", "--poll.admin=127.0.0.1:0")
     files = (f"--admin.{name}={file}" for name, file in settings.items())
-    assert main([command, *ports, *files]) == 2
-    assert problem in capsys.readouterr().err
+    _, errors = cli(command, *ports, *files, status=2)
+    assert problem in "\n".join(errors)
 
 
-def test_check_warns_of_an_expired_certificate(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_warns_of_an_expired_certificate(tmp_path: Path, cli: Cli) -> None:
     cert, key = Authority(tmp_path / "authority").sign("router", days=-1)
-    assert main(["check", f"--admin.tls_cert={cert}", f"--admin.tls_key={key}"]) == 0
-    assert f"admin.tls_cert: {cert}: certificate has expired" in capsys.readouterr().out
+    printed, _ = cli("check", f"--admin.tls_cert={cert}", f"--admin.tls_key={key}")
+    assert f"admin.tls_cert: {cert}: certificate has expired" in "\n".join(printed)

@@ -5,13 +5,14 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import structs
+from redis.asyncio import Redis
 
 from extproc.cli import main
 from extproc.replica_state import ReplicaState
@@ -30,6 +31,7 @@ from tests.waiting import until, until_read
 pytestmark = pytest.mark.process
 
 Run = Callable[..., Coroutine[Any, Any, str]]
+Watched = Callable[..., AbstractAsyncContextManager[PolledView]]
 
 
 @pytest.fixture
@@ -57,16 +59,21 @@ async def drained(run: Run, seen: PolledView, replica: ScriptedReplica) -> str:
     return printed
 
 
-@asynccontextmanager
-async def watched(redis: RedisServer, *replicas: ScriptedReplica) -> AsyncIterator[PolledView]:
-    """Polls these replicas, and yields a router's view of them."""
-    async with watching(config(redis, *replicas)) as seen:
-        await seen.until(lambda states: states.keys() == {replica.id for replica in replicas})
-        yield seen
+@pytest.fixture
+def watched(redis_server: RedisServer) -> Watched:
+    """Polls replicas, and yields a router's view of them."""
+
+    @asynccontextmanager
+    async def watched(*replicas: ScriptedReplica) -> AsyncIterator[PolledView]:
+        async with watching(config(redis_server, *replicas)) as seen:
+            await seen.until(lambda states: states.keys() == {replica.id for replica in replicas})
+            yield seen
+
+    return watched
 
 
-async def test_undrained_replica_gets_requests_again(redis_server: RedisServer, run: Run) -> None:
-    async with serving() as a, serving() as b, watched(redis_server, a, b) as seen:
+async def test_undrained_replica_gets_requests_again(watched: Watched, run: Run) -> None:
+    async with serving() as a, serving() as b, watched(a, b) as seen:
         printed = await drained(run, seen, a)
         assert printed == f"{a.id} is draining: 2 running and 1 waiting\n"
         assert not seen.states[b.id].draining
@@ -78,51 +85,49 @@ async def test_undrained_replica_gets_requests_again(redis_server: RedisServer, 
         assert await run("undrain", a.id) == f"{a.id} was not drained\n"
 
 
-async def test_new_poller_knows_drains_at_once(redis_server: RedisServer, run: Run) -> None:
+async def test_new_poller_knows_drains_at_once(watched: Watched, run: Run) -> None:
     async with serving() as a, serving() as b:
-        async with watched(redis_server, a, b) as seen:
+        async with watched(a, b) as seen:
             await drained(run, seen, a)
-        async with watched(redis_server, a, b) as seen:
+        async with watched(a, b) as seen:
             await seen.replica(b, lambda state: not state.draining)
             assert all(state.draining for state in seen.history if state.id == a.id)
 
 
 async def test_unreadable_drains_are_logged(
-    redis_server: RedisServer, run: Run, logged: Logged
+    watched: Watched, redis_client: Redis, run: Run, logged: Logged
 ) -> None:
-    async with serving() as a, watched(redis_server, a) as seen:
-        async with connect(redis_server.url, "default") as redis:
-            names = "replica:*", "lists:*", "poller:*", "poller-names"
-            keys = [f"~{{default}}:{name}" for name in names]
-            await command(redis, "ACL", "SETUSER", "default", "resetkeys", *keys)
-            line = await logged.line("redis refuses a key: 'extproc replicas' has no effect")
-            assert line["key"] == "{default}:drains"
-            assert "permission" in str(line["error"])
-            error = await run("drain", a.id, status=1)
-            assert "(redis.url): " in error
-            assert "No permissions" in error
-            assert "{default}:drains" in error
-            await command(redis, "ACL", "SETUSER", "default", *str(line["allow"]).split())
+    async with serving() as a, watched(a) as seen:
+        names = "replica:*", "lists:*", "poller:*", "poller-names"
+        keys = [f"~{{default}}:{name}" for name in names]
+        await command(redis_client, "ACL", "SETUSER", "default", "resetkeys", *keys)
+        line = await logged.line("redis refuses a key: 'extproc replicas' has no effect")
+        assert line["key"] == "{default}:drains"
+        assert "permission" in str(line["error"])
+        error = await run("drain", a.id, status=1)
+        assert "(redis.url): " in error
+        assert "No permissions" in error
+        assert "{default}:drains" in error
+        await command(redis_client, "ACL", "SETUSER", "default", *str(line["allow"]).split())
         await logged.line("redis accepts the key again")
         await drained(run, seen, a)
     assert len(logged.lines("redis refuses a key: 'extproc replicas' has no effect")) == 1
 
 
 async def test_redis_that_cannot_save_still_tells_drains(
-    redis_server: RedisServer, run: Run, logged: Logged
+    watched: Watched, redis_client: Redis, run: Run, logged: Logged
 ) -> None:
-    async with serving() as a, watched(redis_server, a) as seen:
+    async with serving() as a, watched(a) as seen:
         await drained(run, seen, a)
-        async with connect(redis_server.url, "default") as redis:
-            await stop_saving(redis)
+        await stop_saving(redis_client)
         assert (await listed(run))[a.id]["drained"]
         assert "MISCONF" in await run("undrain", a.id, status=1)
         assert seen.states[a.id].draining
     assert not logged.lines("redis refuses a key: 'extproc replicas' has no effect")
 
 
-async def test_drain_waits_until_replica_is_empty(redis_server: RedisServer, run: Run) -> None:
-    async with serving() as a, serving() as b, watched(redis_server, a, b) as seen:
+async def test_drain_waits_until_replica_is_empty(watched: Watched, run: Run) -> None:
+    async with serving() as a, serving() as b, watched(a, b) as seen:
         waiting = asyncio.create_task(run("drain", a.id, "--wait", "60"))
         await seen.replica(a, lambda state: state.draining)
         a.answers["/metrics"] = text(page(running=0, waiting=1))
@@ -139,19 +144,18 @@ async def test_drain_waits_until_replica_is_empty(redis_server: RedisServer, run
 
 
 async def test_drained_pod_that_is_not_ready_is_empty_if_its_scrapes_say_so(
-    redis_server: RedisServer, run: Run
+    redis_client: Redis, run: Run
 ) -> None:
     pod = ReplicaState(id="10.0.0.1:8000", draining=True, healthy=False, problem="not ready")
-    async with connect(redis_server.url, "default") as redis:
-        writer = StateWriter(redis, "default", ttl_s=10)
-        await writer.put([structs.replace(pod, draining=False)])
-        error = await run("drain", pod.id, "--wait", "0.1", status=1)
-        assert "no poller applied the drain" in error
-        waiting = asyncio.create_task(run("drain", pod.id, "--wait", "5"))
-        for scrape in count(1):
-            await writer.put([structs.replace(pod, scraped_at=float(scrape))])
-            if (await asyncio.wait([waiting], timeout=0.25))[0]:
-                break
+    writer = StateWriter(redis_client, "default", ttl_s=10)
+    await writer.put([structs.replace(pod, draining=False)])
+    error = await run("drain", pod.id, "--wait", "0.1", status=1)
+    assert "no poller applied the drain" in error
+    waiting = asyncio.create_task(run("drain", pod.id, "--wait", "5"))
+    for scrape in count(1):
+        await writer.put([structs.replace(pod, scraped_at=float(scrape))])
+        if (await asyncio.wait([waiting], timeout=0.25))[0]:
+            break
     assert f"{pod.id} is empty after " in await waiting
     assert scrape >= 3, "the first scrape may be older than the drain"
 
@@ -173,21 +177,18 @@ async def test_reader_that_leaves_ends_a_drain_without_an_error(
 
 
 async def test_control_characters_of_a_drained_replica_are_not_printed(
-    redis_server: RedisServer, run: Run
+    redis_client: Redis, run: Run
 ) -> None:
     name, problem = "\x1b[2Jr1", "\x1b[2Jdown"
     state = ReplicaState(id=HERE, name=name, problem=problem, healthy=False, draining=True)
-    async with connect(redis_server.url, "default") as redis:
-        await StateWriter(redis, "default", ttl_s=10).put([state])
+    await StateWriter(redis_client, "default", ttl_s=10).put([state])
     assert "?[2Jr1" in await run("drain", HERE)
     error = await run("drain", HERE, "--wait", "0", status=1)
     assert "?[2Jr1 (10.0.0.1:80) is unhealthy (?[2Jdown)" in error
 
 
-async def test_sleeping_replica_is_shown_and_replaces_no_other(
-    redis_server: RedisServer, run: Run
-) -> None:
-    async with serving() as a, serving() as b, watched(redis_server, a, b) as seen:
+async def test_sleeping_replica_is_shown_and_replaces_no_other(watched: Watched, run: Run) -> None:
+    async with serving() as a, serving() as b, watched(a, b) as seen:
         await seen.replica(a, lambda state: state.models == ("tiny", "adapter"))
         b.answers["/metrics"] = text(page(asleep=True))
         await seen.replica(b, lambda state: state.asleep)
@@ -195,28 +196,30 @@ async def test_sleeping_replica_is_shown_and_replaces_no_other(
         assert "no other replica can serve its models" in await run("drain", a.id)
 
 
-async def test_drain_wait_names_why_it_cannot_end(redis_server: RedisServer, run: Run) -> None:
+async def test_drain_wait_names_why_it_cannot_end(
+    watched: Watched, redis_client: Redis, run: Run
+) -> None:
     dead = ScriptedReplica()
-    async with serving() as a, serving() as b, connect(redis_server.url, "default") as redis:
-        async with watched(redis_server, a, b, dead) as seen:
+    async with serving() as a, serving() as b:
+        async with watched(a, b, dead) as seen:
             await drained(run, seen, a)
             await drained(run, seen, dead)
             error = await run("drain", dead.id, "--wait", "0.2", status=1)
             assert "is unhealthy (cannot connect: connection refused)" in error
         error = await run("drain", b.id, "--wait", "0.2", status=1)
         assert "no poller applied the drain" in error
-        await redis.delete(Keys("default").replica + a.id)
+        await redis_client.delete(Keys("default").replica + a.id)
         assert (await listed(run))[a.id]["state"] == "drained, not polled"
         error = await run("drain", a.id, "--wait", "0.2", status=1)
         assert f"{a.id} is not polled, so its requests are unknown" in error
 
 
 async def test_redis_that_comes_back_empty_gets_drains(
-    redis_server: RedisServer, run: Run, logged: Logged
+    redis_server: RedisServer, watched: Watched, run: Run, logged: Logged
 ) -> None:
     async with serving() as a, serving() as b:
         settings = config(redis_server, a, b)
-        async with watched(redis_server, a, b) as seen, polling(settings):
+        async with watched(a, b) as seen, polling(settings):
             await drained(run, seen, a)
             await redis_server.kill()
             await logged.line("redis is lost, retrying")
@@ -233,9 +236,8 @@ HERE, GONE = "10.0.0.1:80", "10.0.0.2:80"
 
 
 @pytest.fixture
-async def store(redis_server: RedisServer) -> AsyncIterator[DrainStore]:
-    async with connect(redis_server.url, "default") as redis:
-        yield DrainStore(redis, "default")
+def store(redis_client: Redis) -> DrainStore:
+    return DrainStore(redis_client, "default")
 
 
 async def test_drain_outlives_replica_for_an_hour(store: DrainStore) -> None:
@@ -281,11 +283,10 @@ async def test_missed_undrain_is_not_undone(store: DrainStore) -> None:
 
 
 async def test_garbage_drains_are_skipped(
-    redis_server: RedisServer, store: DrainStore, run: Run, logged: Logged
+    watched: Watched, redis_client: Redis, store: DrainStore, run: Run, logged: Logged
 ) -> None:
-    async with connect(redis_server.url, "default") as redis:
-        await redis.hset("{default}:drains", mapping={HERE: "{", GONE: ""})
-    async with serving() as a, watched(redis_server, a) as seen:
+    await redis_client.hset("{default}:drains", mapping={HERE: "{", GONE: ""})
+    async with serving() as a, watched(a) as seen:
         await drained(run, seen, a)
         assert await store.read() == {a.id: True}
     assert {line["source"] for line in logged.lines("skipped garbage in redis")} == {HERE, GONE}
@@ -307,9 +308,9 @@ async def test_drain_suggests_names(redis_server: RedisServer, run: Run, tmp_pat
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
 async def test_list_of_unknown_pool_fails(
-    redis_server: RedisServer, run: Run, options: tuple[str, ...]
+    watched: Watched, run: Run, options: tuple[str, ...]
 ) -> None:
-    async with serving() as a, watched(redis_server, a):
+    async with serving() as a, watched(a):
         (line,) = (await run("list", "--pool", "nope", *options, status=1)).splitlines()
     assert line == "extproc replicas: nothing is known of pool 'nope': no poller of it runs"
 
@@ -328,9 +329,9 @@ async def test_list_of_empty_pool_with_poller_succeeds(
         assert await run("list", "--json") == "[]\n"
 
 
-async def test_list_shows_states_and_whole_problems(redis_server: RedisServer, run: Run) -> None:
+async def test_list_shows_states_and_whole_problems(watched: Watched, run: Run) -> None:
     dead = ScriptedReplica()
-    async with serving() as a, serving() as other, watched(redis_server, a, dead, other) as seen:
+    async with serving() as a, serving() as other, watched(a, dead, other) as seen:
         other.answers["/metrics"] = text("up 1\n")
         await seen.replica(other, healthy=False)
         header, *rows = (await run("list")).splitlines()
@@ -352,21 +353,3 @@ async def test_undrain_without_poller_fails_with_one_line(run: Run) -> None:
 async def test_replicas_without_redis_fails_in_a_line(stopped_redis: RedisServer, run: Run) -> None:
     (line,) = (await run("list", status=1)).splitlines()
     assert line.startswith(f"extproc replicas: Redis at 127.0.0.1:{stopped_redis.port} (redis.url)")
-
-
-def test_replicas_command_refuses_memory_state(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EXTPROC_STATE", "memory")
-    assert main(["replicas", "list"]) == 2
-    assert "state is 'memory'" in capsys.readouterr().err
-
-
-def test_replicas_command_refuses_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["drian"], ["drain"], ["drain", "x", "--wait", "soon"]):
-        with pytest.raises(SystemExit) as caught:
-            main(["replicas", *arguments])
-        assert caught.value.code == 2
-    assert "'soon' is not a number from 0 on" in capsys.readouterr().err
-    assert main(["replicas", "list", "--redis.url", "nonsense"]) == 2
-    assert "not an address of Redis" in capsys.readouterr().err
