@@ -8,6 +8,7 @@ import pytest
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from tests.fakes import A10, MODEL, ManualClock, chat, excluded, fleet_of, replica, state
+from tests.fleet.conftest import PolledFleet
 
 TICK_S, POLL_S = 0.05, 0.25
 NAMED_S = 10.0  # time within which gauges that do not move are ignored
@@ -190,16 +191,16 @@ def test_gauges_of_a_healthy_engine_are_never_ignored(options: dict[str, Any]) -
 
 
 def test_gauges_of_a_replica_without_requests_are_ignored_if_they_do_not_move(
-    fleet: Fleet, clock: ManualClock
+    fleet: PolledFleet,
 ) -> None:
     """vLLM's gauges keep their last values when all requests are aborted at once."""
     ticket = fleet.dispatch(replica(1), chat(100, 100))
     figures = {"running": 20, "waiting": 5, "kv_usage": 0.9, "kv_tokens": 42_000, "steps": 7.0}
-    fleet.put(state(1, A10, clock, **figures))
+    fleet.poll(1, **figures)
     fleet.release(ticket)
     for _ in range(10):
-        clock.advance(0.25)
-        fleet.put(state(1, A10, clock, **figures))
+        fleet.clock.advance(0.25)
+        fleet.poll(1, **figures)
     view = fleet.view(MODEL)
     assert view.ids == [replica(1)]
     assert view.requests[0] == 0.0

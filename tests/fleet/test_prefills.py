@@ -25,116 +25,117 @@ from tests.fakes import (
     replica,
     state,
 )
+from tests.fleet.conftest import PolledFleet
 
 
 def backlog(fleet: Fleet) -> float:
     return float(fleet.view(MODEL).backlog[0])
 
 
-def test_poll_removes_cached_prompts_from_the_backlog(clock: ManualClock) -> None:
-    fleet = fleet_of(clock, A100)
+def test_poll_removes_cached_prompts_from_the_backlog() -> None:
+    fleet = PolledFleet(1, A100)
     for sent in range(1, 37):
         fleet.dispatch(replica(1), chat(4000, 400))
-        clock.advance(1 / 12)
+        fleet.clock.advance(1 / 12)
         if sent % 12 == 0:
             before = backlog(fleet)
-            fleet.put(state(1, A100, clock, running=sent, steps=20 * sent))
+            fleet.poll(1, running=sent, steps=20 * sent)
             assert backlog(fleet) <= 5 * 4000 < before, (
                 "those of the last 0.4 s may be on their way"
             )
 
 
-def test_poll_of_a_slow_replica_restores_the_backlog(clock: ManualClock) -> None:
+def test_poll_of_a_slow_replica_restores_the_backlog() -> None:
     """The replica is four times slower than its profile."""
-    fleet = fleet_of(clock, H100)
+    fleet = PolledFleet(1, H100)
     for _ in range(4):
         fleet.dispatch(replica(1), chat(30_000, 400))
-    clock.advance(5.0)
+    fleet.clock.advance(5.0)
     assert backlog(fleet) == 0
-    fleet.put(state(1, H100, clock, running=1, waiting=3, kv_usage=0.1))
+    fleet.poll(1, running=1, waiting=3, kv_usage=0.1)
     assert 90_000 <= backlog(fleet) <= 120_000
-    clock.advance(0.5)
-    fleet.put(state(1, H100, clock, running=3, waiting=1, kv_usage=0.1))
+    fleet.clock.advance(0.5)
+    fleet.poll(1, running=3, waiting=1, kv_usage=0.1)
     assert 30_000 <= backlog(fleet) <= 60_000
 
 
-def test_poll_undoes_no_first_token(fleet: Fleet, clock: ManualClock) -> None:
+def test_poll_undoes_no_first_token(fleet: PolledFleet) -> None:
     for ticket in [fleet.dispatch(replica(1), chat(2000, 400)) for _ in range(4)]:
-        clock.advance(0.6)
+        fleet.clock.advance(0.6)
         fleet.first_token(ticket)
     aborted = [fleet.dispatch(replica(1), chat(2000, 400)) for _ in range(4)]
-    clock.advance(0.1)
+    fleet.clock.advance(0.1)
     for ticket in aborted:
         fleet.release(ticket, prefilled=False)
-    clock.advance(0.1)
-    fleet.put(state(1, A10, clock, running=4, waiting=4), age=0.15)
+    fleet.clock.advance(0.1)
+    fleet.put(state(1, A10, fleet.clock, running=4, waiting=4), age=0.15)
     assert (backlog(fleet), fleet.view(MODEL).batch[0]) == (0, 4)
 
 
-def test_queue_of_others_leaves_prompts_prefilled(fleet: Fleet, clock: ManualClock) -> None:
+def test_queue_of_others_leaves_prompts_prefilled(fleet: PolledFleet) -> None:
     for _ in range(4):
         fleet.dispatch(replica(1), chat(1000, 400))
-    clock.advance(5.0)
+    fleet.clock.advance(5.0)
     fleet.receive_digest(_other_router(requests=5))
-    fleet.put(state(1, A10, clock, running=4, waiting=5))
+    fleet.poll(1, running=4, waiting=5)
     assert backlog(fleet) == 0
 
 
-def test_prompts_of_a_batch_are_queued_one_by_one(fleet: Fleet, clock: ManualClock) -> None:
+def test_prompts_of_a_batch_are_queued_one_by_one(fleet: PolledFleet) -> None:
     fleet.dispatch(replica(1), chat(2000, 100))
     fleet.dispatch(replica(1), replace(embedding(8000), prompts=50, longest_share=0.02))
-    clock.advance(5.0)
-    fleet.put(state(1, A10, clock, running=1, waiting=50))
+    fleet.clock.advance(5.0)
+    fleet.poll(1, running=1, waiting=50)
     assert backlog(fleet) == pytest.approx(8000, abs=1)
 
 
-def test_prompt_sent_after_the_poll_stays_queued(fleet: Fleet, clock: ManualClock) -> None:
-    fleet.put(state(1, A10, clock))
+def test_prompt_sent_after_the_poll_stays_queued(fleet: PolledFleet) -> None:
+    fleet.poll(1)
     fleet.dispatch(replica(1), chat(1000, 100))
-    clock.advance(0.5)
+    fleet.clock.advance(0.5)
     fleet.dispatch(replica(1), chat(1500, 100))
-    clock.advance(0.1)
-    fleet.put(state(1, A10, clock, running=2, scrape_seconds=0.15))
+    fleet.clock.advance(0.1)
+    fleet.poll(1, running=2, scrape_seconds=0.15)
     assert 1100 < backlog(fleet) < 1500
 
 
-def test_idle_replica_has_no_backlog(fleet: Fleet, clock: ManualClock) -> None:
+def test_idle_replica_has_no_backlog(fleet: PolledFleet) -> None:
     fleet.dispatch(replica(1), chat(16_000, 100))
-    clock.advance(0.5)
-    fleet.put(state(1, A10, clock))
+    fleet.clock.advance(0.5)
+    fleet.poll(1)
     assert backlog(fleet) > 10_000, "its first step may not have ended yet"
-    clock.advance(1.0)
-    fleet.put(state(1, A10, clock))
+    fleet.clock.advance(1.0)
+    fleet.poll(1)
     assert backlog(fleet) == 0
 
 
-def test_prompts_that_left_a_shared_queue_are_prefilled(fleet: Fleet, clock: ManualClock) -> None:
+def test_prompts_that_left_a_shared_queue_are_prefilled(fleet: PolledFleet) -> None:
     for _ in range(20):
         fleet.dispatch(replica(1), chat(1000, 100))
-    clock.advance(1.5)
+    fleet.clock.advance(1.5)
     fleet.receive_digest(_other_router(requests=5))
-    fleet.put(state(1, A10, clock, running=20, waiting=5))
+    fleet.poll(1, running=20, waiting=5)
     assert backlog(fleet) == pytest.approx(5 * 1000 + 2048, abs=1)
 
 
-def test_aborted_prompts_build_up_no_backlog(fleet: Fleet, clock: ManualClock) -> None:
+def test_aborted_prompts_build_up_no_backlog(fleet: PolledFleet) -> None:
     streams = []
     for served in range(1, 200):
         streams.append(fleet.dispatch(replica(1), chat(500, 1000)))
         gone = fleet.dispatch(replica(1), chat(500, 1000))
-        clock.advance(2.0)
+        fleet.clock.advance(2.0)
         fleet.release(gone, prefilled=False)
-        fleet.put(state(1, A10, clock, running=len(streams), generated_tokens=10 * served))
+        fleet.poll(1, running=len(streams), generated_tokens=10 * served)
         if len(streams) == 20:
             fleet.release(streams.pop(0), prefilled=False)
     assert backlog(fleet) <= 2048
 
 
-def test_restarted_replica_has_no_backlog(fleet: Fleet, clock: ManualClock) -> None:
-    fleet.put(state(1, A10, clock, steps=500))
+def test_restarted_replica_has_no_backlog(fleet: PolledFleet) -> None:
+    fleet.poll(1, steps=500)
     fleet.dispatch(replica(1), chat(16_000, 100))
-    clock.advance(0.1)
-    fleet.put(state(1, A10, clock, steps=0))
+    fleet.clock.advance(0.1)
+    fleet.poll(1, steps=0)
     assert backlog(fleet) == 0
 
 
@@ -226,56 +227,55 @@ def _page(
 
 def test_prompts_in_a_shared_queue_are_not_prefilled() -> None:
     """An A10 with the profile of an H100."""
-    clock, begun = ManualClock(), 1
-    fleet = fleet_of(clock, H100)
+    fleet, begun = PolledFleet(1, H100), 1
     for _ in range(30):
         fleet.dispatch(replica(1), chat(8000, 400))
     for number in range(1, 61):
-        clock.advance(0.2)
+        fleet.clock.advance(0.2)
         fleet.receive_digest(_other_router(requests=1, number=number))
         begun = 1 + int(number * 0.2 / 2.08)
         figures = {"running": 1 + begun, "waiting": 30 - begun}
-        fleet.put(state(1, H100, clock, kv_usage=0.1, generated_tokens=50 * number, **figures))
+        fleet.poll(1, kv_usage=0.1, generated_tokens=50 * number, **figures)
     assert backlog(fleet) == pytest.approx((30 - begun) * 8000, abs=2 * 8192)
 
 
 @pytest.mark.parametrize("again", ["rejoins", "is heard of no more for a while"])
-def test_returning_replica_keeps_its_backlog(again: str, fleet: Fleet, clock: ManualClock) -> None:
+def test_returning_replica_keeps_its_backlog(again: str, fleet: PolledFleet) -> None:
     counted = {"running": 1, "waiting": 9, "generated_tokens": 9000}
-    fleet.put(state(1, A10, clock, **(counted | {"waiting": 0})))
+    fleet.poll(1, **(counted | {"waiting": 0}))
     for _ in range(10):
         fleet.dispatch(replica(1), chat(4000, 100))
-    clock.advance(0.2)
-    fleet.put(state(1, A10, clock, **counted))
+    fleet.clock.advance(0.2)
+    fleet.poll(1, **counted)
     before = backlog(fleet)
     if again == "rejoins":
         fleet.remove(replica(1))
     else:
-        fleet.put(state(1, A10, clock, healthy=False))
-    fleet.put(state(1, A10, clock, **counted))
+        fleet.poll(1, healthy=False)
+    fleet.poll(1, **counted)
     assert backlog(fleet) == pytest.approx(before)
     assert before > 36_000
 
 
-def test_backlog_of_a_dead_router_is_external(fleet: Fleet, clock: ManualClock) -> None:
+def test_backlog_of_a_dead_router_is_external(fleet: PolledFleet) -> None:
     """Fifty prompts of 4,000 tokens wait on the replica, and no router reports them."""
     left = {"running": 20, "waiting": 50, "first_tokens": 100, "prompt_tokens": 400_000}
     for _ in range(3):
-        clock.advance(0.2)
-        fleet.put(state(1, A10, clock, generated_tokens=5000, **left))
+        fleet.clock.advance(0.2)
+        fleet.poll(1, generated_tokens=5000, **left)
     assert backlog(fleet) == pytest.approx(200_000)
-    clock.advance(0.2)
-    fleet.put(state(1, A10, clock, generated_tokens=5000, **(left | {"waiting": 0})))
+    fleet.clock.advance(0.2)
+    fleet.poll(1, generated_tokens=5000, **(left | {"waiting": 0}))
     assert backlog(fleet) == 0
 
 
-def test_late_page_makes_no_external_load(fleet: Fleet, clock: ManualClock) -> None:
+def test_late_page_makes_no_external_load(fleet: PolledFleet) -> None:
     for _ in range(20):
         tickets = [fleet.dispatch(replica(1), chat(100, 50)) for _ in range(8)]
-        clock.advance(3.0)
+        fleet.clock.advance(3.0)
         for ticket in tickets:
             fleet.release(ticket)
-        fleet.put(state(1, A10, clock, running=8, scrape_seconds=2.0))
+        fleet.poll(1, running=8, scrape_seconds=2.0)
     view = fleet.view(MODEL)
     assert (view.requests[0], view.batch[0]) == (0, 0)
 

@@ -32,6 +32,12 @@ def fill(fleet: Fleet) -> list[Ticket]:
     return tickets
 
 
+def assert_unlimited(fleet: Fleet, *replicas: str) -> None:
+    for name in replicas * 20:
+        assert name in fleet.view(MODEL).ids
+        fleet.dispatch(name, chat(10, 10))
+
+
 def test_new_replica_gets_four_requests_at_first() -> None:
     fleet = joined(ManualClock(), H100)
     tickets = fill(fleet)
@@ -88,9 +94,7 @@ def test_measured_replica_has_no_limit(clock: ManualClock) -> None:
     fleet = joined(clock, H100)
     fill(fleet)
     fleet.put(state(3, H100, clock, measured=True))
-    for _ in range(20):
-        assert NEW in fleet.view(MODEL).ids
-        fleet.dispatch(NEW, chat(10, 10))
+    assert_unlimited(fleet, NEW)
     fleet.put(state(3, H100, clock, measured=False))  # idle for so long that it is forgotten
     assert NEW in fleet.view(MODEL).ids
 
@@ -110,9 +114,7 @@ def test_pool_that_restarts_as_a_whole_has_no_limit(clock: ManualClock) -> None:
         fleet.put(state(number, A10, clock, healthy=False, started_at=1.0))
     for number in numbers:
         fleet.put(state(number, A10, clock, measured=False, started_at=2.0))
-    for number in numbers * 20:
-        assert replica(number) in fleet.view(MODEL).ids
-        fleet.dispatch(replica(number), chat(10, 10))
+    assert_unlimited(fleet, *map(replica, numbers))
 
 
 def test_external_load_counts_towards_the_limit(clock: ManualClock) -> None:
@@ -126,18 +128,15 @@ def test_external_load_counts_towards_the_limit(clock: ManualClock) -> None:
 def test_first_replicas_of_a_pool_have_no_limit(clock: ManualClock) -> None:
     fleet = fleet_of(clock, A10, A10, A10)
     fleet.put(state(1, A10, clock, measured=True))
-    for _ in range(20):
-        assert len(fleet.view(MODEL)) == 3
-        fleet.dispatch(NEW, chat(10, 10))
+    assert_unlimited(fleet, NEW)
+    assert len(fleet.view(MODEL)) == 3
 
 
 def test_replicas_of_the_first_snapshot_have_no_limit(clock: ManualClock) -> None:
     fleet = fleet_of(clock)
     states = (state(1, A10, clock, measured=True), state(3, A10, clock, measured=False))
     list(apply(fleet, Snapshot(states)))
-    for _ in range(20):
-        assert NEW in fleet.view(MODEL).ids
-        fleet.dispatch(NEW, chat(10, 10))
+    assert_unlimited(fleet, NEW)
 
 
 def test_limit_is_ignored_if_all_replicas_are_new() -> None:
