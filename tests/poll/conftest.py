@@ -2,7 +2,8 @@
 
 import gc
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from tests.kubernetes_api import ApiServer, enter_pod
 from tests.poll.polling import PolledView, config, watching
 from tests.poll.replica import ScriptedReplica, serving
 
+Watch = Callable[..., AbstractAsyncContextManager[PolledView]]
+
 
 @pytest.fixture
 async def replica() -> AsyncIterator[ScriptedReplica]:
@@ -21,9 +24,15 @@ async def replica() -> AsyncIterator[ScriptedReplica]:
 
 
 @pytest.fixture
-async def router(redis_server: RedisServer, replica: ScriptedReplica) -> AsyncIterator[PolledView]:
+def watch(redis_server: RedisServer) -> Watch:
+    """Polls replicas with these settings; yields a router's view of them."""
+    return lambda *replicas, **settings: watching(config(redis_server, *replicas, **settings))
+
+
+@pytest.fixture
+async def router(watch: Watch, replica: ScriptedReplica) -> AsyncIterator[PolledView]:
     """View of a router whose poller scrapes the replica."""
-    async with watching(config(redis_server, replica)) as router:
+    async with watch(replica) as router:
         yield router
 
 

@@ -2,7 +2,6 @@
 
 import socket
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tests.certificates import Authority
 from tests.conftest import Logged, RedisServer
 from tests.kubernetes_api import ApiServer, endpoint, endpoint_slice, terminating
 from tests.poll.kubernetes import EMPTY, FOUND, LOST, SCALED, Found, RecordedAnswers
-from tests.poll.polling import config, metrics_of, polling, read, watching
+from tests.poll.polling import config, metrics_of, watching
 from tests.poll.replica import ScriptedReplica, hang, serving
 from tests.waiting import PATIENCE_S, until, until_read
 
@@ -138,6 +137,7 @@ async def test_server_that_accepts_and_never_answers_is_logged(
     await api.stop()
     with socket.create_server(("127.0.0.1", api.port)):
         assert await found.pods() == {}
+    assert found.discovery.unread() == ["Service vllm, port 8000"]
     assert (await logged.line(LOST))["error"] == "no answer from the API server: ConnectTimeout"
 
 
@@ -162,6 +162,7 @@ async def test_pods_stay_known_while_the_api_server_is_down(
     await api.stop()
     await logged.line(LOST)
     assert await found.pods() == {"vllm-0": "serves", "vllm-1": "not ready", "vllm-2": "drains"}
+    assert found.discovery.unread() == []
     await api.start()
     await logged.line(FOUND)
     api.put(endpoint_slice(TWO[0], TWO[1]))
@@ -396,23 +397,3 @@ async def test_pod_conditions_reach_routers_at_once(
             assert state.draining
             api.delete(str(first.port))
             await router.until(lambda states: [*states] == [second.id])
-
-
-@pytest.mark.process
-async def test_poller_is_not_ready_until_its_service_was_listed(
-    api: ApiServer, redis_server: RedisServer, logged: Logged
-) -> None:
-    api.forbidden = {"list"}
-    settings = config(redis_server, replicas=[{"kubernetes": SERVICE}])
-    ready = partial(read, settings, "/readyz")
-    never = 503, "pool default: Service vllm, port 8000 was never read: see the log\n"
-    ok = 200, "ok\n"
-    async with polling(settings):
-        await logged.line("poller started")
-        await until_read(ready, lambda now: now == never)
-        api.forbidden = set()
-        await until_read(ready, lambda now: now == ok)
-        await until(lambda: api.watches)  # the server cuts no watch that begins while it stops
-        await api.stop()
-        await logged.line(LOST, 2)
-        assert await ready() == ok

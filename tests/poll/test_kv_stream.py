@@ -36,9 +36,9 @@ KNOWN = "replica's KV blocks are known again"
 class EventPublisher:
     """Publisher of KV events as vLLM's; a test may withhold or drop batches."""
 
-    def __init__(self, context: zmq.asyncio.Context, ports: tuple[int, int]) -> None:
-        self._context = context
-        self._ports = ports
+    def __init__(self, context: zmq.asyncio.Context) -> None:
+        self.context = context
+        self.ports = free_port(), free_port()
         self._encode: Callable[[list[dict[str, Any]]], bytes] = as_maps
         self.old = False  # a version of vLLM that replays without a topic
         self.silent = False
@@ -48,8 +48,8 @@ class EventPublisher:
         self._encode = as_arrays if self.old else as_maps
         self._number = first
         self.replayable: list[tuple[bytes, bytes]] = []
-        self._pushes, self._replay = map(self._context.socket, (zmq.PUB, zmq.ROUTER))
-        for socket, port in zip((self._pushes, self._replay), self._ports, strict=True):
+        self._pushes, self._replay = map(self.context.socket, (zmq.PUB, zmq.ROUTER))
+        for socket, port in zip((self._pushes, self._replay), self.ports, strict=True):
             socket.linger = 0
             await _bind(socket, port)
         self._answering = asyncio.create_task(self._answer())
@@ -96,16 +96,14 @@ async def _bind(socket: zmq.asyncio.Socket, port: int) -> None:
 class Followed(Destination):
     """A poller's stream of the engine, and the blocks that its updates say the engine holds."""
 
-    def __init__(
-        self, context: zmq.asyncio.Context, ports: tuple[int, int], saved: bytes = b""
-    ) -> None:
+    def __init__(self, engine: EventPublisher, saved: bytes) -> None:
         super().__init__()
         self.saved = saved
         self.saves = 0
         self.skips = 0  # saves to skip
-        target = Target("127.0.0.1:8000", "one", "llama-8b-a10", ports)
+        target = Target("127.0.0.1:8000", "one", "llama-8b-a10", engine.ports)
         self._blocks = KvBlocks(Random(1), monotonic)
-        self.stream = KvStream(context, target, self._blocks, self)
+        self.stream = KvStream(engine.context, target, self._blocks, self)
         self.held: set[int] = set()
         self._changed = asyncio.Event()
 
@@ -150,24 +148,17 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def context() -> AsyncIterator[zmq.asyncio.Context]:
+async def engine() -> AsyncIterator[EventPublisher]:
     with zmq.asyncio.Context() as context:
-        yield context
-
-
-@pytest.fixture
-async def engine(context: zmq.asyncio.Context) -> AsyncIterator[EventPublisher]:
-    engine = EventPublisher(context, (free_port(), free_port()))
-    await engine.start()
-    yield engine
-    await engine.stop()
+        engine = EventPublisher(context)
+        await engine.start()
+        yield engine
+        await engine.stop()
 
 
 @asynccontextmanager
-async def following(
-    context: zmq.asyncio.Context, engine: EventPublisher, saved: bytes = b""
-) -> AsyncIterator[Followed]:
-    followed = Followed(context, engine._ports, saved)
+async def following(engine: EventPublisher, saved: bytes = b"") -> AsyncIterator[Followed]:
+    followed = Followed(engine, saved)
     task = asyncio.create_task(followed.stream.run())
     try:
         yield followed
@@ -178,21 +169,19 @@ async def following(
 
 
 @pytest.fixture
-async def followed(context: zmq.asyncio.Context, engine: EventPublisher) -> AsyncIterator[Followed]:
-    async with following(context, engine) as followed:
+async def followed(engine: EventPublisher) -> AsyncIterator[Followed]:
+    async with following(engine) as followed:
         yield followed
 
 
 @pytest.mark.parametrize("old", [False, True])
-async def test_late_poller_replays_all_events(
-    context: zmq.asyncio.Context, engine: EventPublisher, old: bool
-) -> None:
+async def test_late_poller_replays_all_events(engine: EventPublisher, old: bool) -> None:
     engine.old = old
     await engine.stop()
     await engine.start()
     await engine.publish(stored(0, [11, 12]))
     await engine.publish(removed(12))
-    async with following(context, engine) as followed:
+    async with following(engine) as followed:
         await followed.holds(KEYS[0])
         await engine.publish(stored(1, [12], parent=11))
         await followed.holds(*KEYS[:2])
@@ -236,12 +225,12 @@ async def test_invalidated_blocks_are_known_after_the_next_check(
 
 
 async def test_blocks_are_unknown_if_the_oldest_events_cannot_be_replayed(
-    context: zmq.asyncio.Context, engine: EventPublisher, logged: Logged
+    engine: EventPublisher, logged: Logged
 ) -> None:
     await engine.publish(stored(0, [11]))
     await engine.publish(stored(1, [12], parent=11))
     del engine.replayable[0]
-    async with following(context, engine) as followed:
+    async with following(engine) as followed:
         line = await logged.line(UNKNOWN)
         assert line["replica"] == "one (127.0.0.1:8000)"
         assert "buffer_steps" in str(line["error"])
@@ -252,39 +241,37 @@ async def test_blocks_are_unknown_if_the_oldest_events_cannot_be_replayed(
     assert len(logged.lines()) == 2
 
 
-async def test_next_poller_continues_from_saved_blocks(
-    context: zmq.asyncio.Context, engine: EventPublisher
-) -> None:
+async def test_next_poller_continues_from_saved_blocks(engine: EventPublisher) -> None:
     await engine.publish(stored(0, [11]), stored(0, [11]))
     await engine.publish(stored(1, [12], parent=11))
-    async with following(context, engine) as first:
+    async with following(engine) as first:
         await first.holds(*KEYS[:2])
         await first.until(lambda: bool(first.saved))
     await engine.publish(stored(2, [13], parent=12), removed(11))
     del engine.replayable[0]
-    async with following(context, engine, first.saved) as second:
+    async with following(engine, first.saved) as second:
         await second.holds(*KEYS[:3])
     del engine.replayable[0]  # events after the save are missing
-    async with following(context, engine, first.saved) as third:
+    async with following(engine, first.saved) as third:
         await third.until(lambda: bool(third.stream._outage.problem))
         assert third.stream.number is None
     await engine.stop()
     await engine.start()
     await engine.publish(stored(0, [21]))
     await engine.publish(stored(1, [22], parent=21))
-    async with following(context, engine, first.saved) as fourth:  # saved from another process
+    async with following(engine, first.saved) as fourth:  # saved from another process
         await fourth.holds(*KEYS[:2])
     for garbage in (b"x", first.saved[:-1], first.saved[:-9]):
-        async with following(context, engine, garbage) as fifth:
+        async with following(engine, garbage) as fifth:
             await fifth.holds(*KEYS[:2])
 
 
 async def test_unchanged_blocks_are_not_saved_again(
-    context: zmq.asyncio.Context, engine: EventPublisher, monkeypatch: pytest.MonkeyPatch
+    engine: EventPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_stream, "SAVE_S", 0.0)
     await engine.publish(stored(0, [11]))
-    async with following(context, engine) as followed:
+    async with following(engine) as followed:
         await followed.until(lambda: followed.saves == 1)
         await engine.publish(stored(1, [12], parent=11))
         await followed.until(lambda: followed.saves == 2)
@@ -386,7 +373,7 @@ async def test_malformed_frames_are_skipped(followed: Followed, engine: EventPub
 
 
 async def test_long_replay_is_complete_and_yields_to_other_tasks(
-    context: zmq.asyncio.Context, engine: EventPublisher, monkeypatch: pytest.MonkeyPatch
+    engine: EventPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_a_turn = most = 0
     apply = KvBlocks.apply
@@ -405,7 +392,7 @@ async def test_long_replay_is_complete_and_yields_to_other_tasks(
 
     monkeypatch.setattr(KvBlocks, "apply", counted)
     turning = asyncio.create_task(turns())
-    async with following(context, engine) as followed:
+    async with following(engine) as followed:
         await followed.holds()
         for number in range(5_000):
             tokens = {"token_ids": [number] * 16}
@@ -429,11 +416,9 @@ async def test_oversized_batch_is_refused(
     await followed.holds(KEYS[0])
 
 
-async def test_malformed_batch_number_is_skipped(
-    context: zmq.asyncio.Context, engine: EventPublisher, logged: Logged
-) -> None:
+async def test_malformed_batch_number_is_skipped(engine: EventPublisher, logged: Logged) -> None:
     engine.replayable.append(((2**70).to_bytes(9, "big"), as_maps([])))
-    async with following(context, engine) as followed:
+    async with following(engine) as followed:
         await logged.line(UNKNOWN)
         replays = engine.replays
         await followed.until(lambda: engine.replays > replays + 2)
@@ -443,7 +428,6 @@ async def test_malformed_batch_number_is_skipped(
 
 
 async def test_unexpected_error_is_logged_once_and_the_stream_continues(
-    context: zmq.asyncio.Context,
     engine: EventPublisher,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -485,11 +469,9 @@ async def test_poller_has_two_sockets_for_each_of_a_thousand_replicas(
         assert (await made.get()).zmq.get(zmq.MAX_SOCKETS) > 2 * 1000
 
 
-async def test_skipped_save_is_repeated_by_the_next_checks(
-    context: zmq.asyncio.Context, engine: EventPublisher
-) -> None:
+async def test_skipped_save_is_repeated_by_the_next_checks(engine: EventPublisher) -> None:
     await engine.publish(stored(0, [11]))
-    async with following(context, engine) as followed:
+    async with following(engine) as followed:
         followed.skips = 2
         await followed.until(lambda: followed.saves == 1)
     assert followed.skips == 0

@@ -36,6 +36,7 @@ from extproc.share.drains import DrainStore
 from extproc.share.envelope import Skips
 from extproc.share.replicas import Put, StateReader, StateWriter
 from tests.conftest import Logged, RedisServer, wait_for_redis
+from tests.poll.conftest import Watch
 from tests.poll.polling import SOON, PolledView, config, metrics_of, polling, watching
 from tests.poll.replica import (
     FirstAnswer,
@@ -56,17 +57,11 @@ pytestmark = pytest.mark.process
 MODELS = ("tiny", "adapter")  # listed by the replica
 
 
-async def write_states(settings: Config, *states: ReplicaState) -> None:
-    """Writes states as if an earlier poller had."""
-    async with connect(settings.redis, settings.pool) as redis:
-        await StateWriter(redis, settings.pool, ttl_s=10).put(states)
-
-
 async def test_state_has_every_field_that_a_scrape_reads(
-    redis_server: RedisServer, replica: ScriptedReplica
+    watch: Watch, replica: ScriptedReplica
 ) -> None:
     source = {"url": replica.id, "name": "one", "profile": "llama-8b-a10"}
-    async with watching(config(redis_server, replicas=[source])) as router:
+    async with watch(replicas=[source]) as router:
         state = await router.replica(replica, lambda state: state.max_model_len is not None)
         assert state.scrape_seconds > 0
         assert state.scraped_at > 1.7e9
@@ -95,12 +90,12 @@ async def test_state_has_every_field_that_a_scrape_reads(
 
 @pytest.mark.parametrize(("blocks", "slower"), [(10_500 // 16, 2.0), (168_000 // 16, 0.5)])
 async def test_size_of_kv_cache_tells_speed_of_a_replica_before_its_first_work(
-    redis_server: RedisServer, replica: ScriptedReplica, blocks: int, slower: float
+    watch: Watch, replica: ScriptedReplica, blocks: int, slower: float
 ) -> None:
     """The profile has 42,000 KV tokens."""
     profile, source = "llama-8b-a10", {"url": replica.id, "profile": "llama-8b-a10"}
     replica.answers["/metrics"] = text(page(kv_blocks=blocks))
-    async with watching(config(redis_server, replicas=[source])) as router:
+    async with watch(replicas=[source]) as router:
         state = await router.replica(replica, running=2)
         assert state.learned is not None
         assert state.learned.c0 == pytest.approx(slower * PROFILES[profile].step.c0, rel=0.01)
@@ -131,11 +126,12 @@ async def test_poller_continues_from_models_listed_before(redis_server: RedisSer
         unlisted.answers["/v1/models"] = text("", 401)
         listed.answers["/v1/models"] = hang
         settings = config(redis_server, unlisted, listed)
-        await write_states(
-            settings,
+        before = (
             ReplicaState(id=unlisted.id, models=("tiny",)),
             ReplicaState(id=listed.id, models=MODELS, listed=True),
         )
+        async with connect(settings.redis, settings.pool) as redis:
+            await StateWriter(redis, settings.pool, ttl_s=10).put(before)
         async with watching(settings) as router:
             state = await router.replica(unlisted, running=2)
             assert (state.models, state.listed) == (("tiny",), False)
@@ -151,10 +147,10 @@ async def test_poller_continues_from_models_listed_before(redis_server: RedisSer
     ],
 )
 async def test_failing_replica_becomes_unhealthy_and_recovers(
-    redis_server: RedisServer, logged: Logged, path: str, answer: Handler, problem: str
+    watch: Watch, logged: Logged, path: str, answer: Handler, problem: str
 ) -> None:
     async with serving() as sick, serving() as well:
-        async with watching(config(redis_server, sick, well, poll=SOON)) as router:
+        async with watch(sick, well, poll=SOON) as router:
             await router.replica(sick, models=MODELS)
             good = sick.answers[path]
             sick.answers[path] = answer
@@ -176,9 +172,8 @@ async def test_late_answers_keep_the_replica_healthy(
     redis_server: RedisServer, replica: ScriptedReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(redis_server, replica, poll={"timeout_s": 0.5})
-    monkeypatch.setattr(
-        "extproc.config._TIMEOUTS", 30
-    )  # a busy machine must not exceed the timeout
+    # A busy machine must not exceed the timeout.
+    monkeypatch.setattr("extproc.config._TIMEOUTS", 30)
     monkeypatch.setattr("extproc.poll.models.MODELS_EVERY_S", 600.0)
     async with watching(settings) as router:
         await router.replica(replica, models=MODELS)
@@ -194,9 +189,9 @@ async def test_late_answers_keep_the_replica_healthy(
 
 
 async def test_single_silent_scrape_keeps_the_replica_healthy(
-    redis_server: RedisServer, replica: ScriptedReplica
+    watch: Watch, replica: ScriptedReplica
 ) -> None:
-    async with watching(config(redis_server, replica, poll=SOON)) as router:
+    async with watch(replica, poll=SOON) as router:
         await router.replica(replica, models=MODELS)
         for _ in range(2):
             silent = FirstAnswer(hang, text(page(running=7)))
@@ -211,9 +206,8 @@ async def test_single_silent_scrape_keeps_the_replica_healthy(
 async def test_stall_shorter_than_the_limit_is_not_published(
     replica: ScriptedReplica, router: PolledView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "extproc.poll.replica.STALL_S", 10.0
-    )  # far above the delays of a busy machine
+    # Far above the delays of a busy machine.
+    monkeypatch.setattr("extproc.poll.replica.STALL_S", 10.0)
     await router.replica(replica, healthy=True)
     replica.answers |= {"/metrics": late(0.5, page(running=7)), "/health": late(0.5, "")}
     await router.replica(replica, running=7)
@@ -238,9 +232,9 @@ async def test_refused_connections_end_the_silence_of_a_replica(
 
 
 async def test_seconds_without_answer_are_published_while_a_replica_hangs(
-    redis_server: RedisServer, replica: ScriptedReplica
+    watch: Watch, replica: ScriptedReplica
 ) -> None:
-    async with watching(config(redis_server, replica, poll=SOON)) as router:
+    async with watch(replica, poll=SOON) as router:
         await router.replica(replica, models=MODELS)
         replica.answers |= {"/metrics": hang, "/health": hang}
         state = await router.replica(replica, lambda state: state.unanswered_s > 0.2)
@@ -268,7 +262,7 @@ async def test_replica_that_answers_metrics_or_health_is_not_silent(
 
 
 async def test_unexpected_error_makes_only_its_replica_unhealthy(
-    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving() as odd, serving() as well:
 
@@ -277,7 +271,7 @@ async def test_unexpected_error_makes_only_its_replica_unhealthy(
             return figures if figures.running != 13 else structs.replace(figures, kv_usage=inf)
 
         monkeypatch.setattr("extproc.poll.scrape.read_metrics", read)
-        async with watching(config(redis_server, odd, well)) as router:
+        async with watch(odd, well) as router:
             await router.until(lambda states: len(states) == 2)
             odd.answers["/metrics"] = text(page(running=13))
             state = await router.replica(odd, healthy=False)
@@ -334,11 +328,11 @@ def dns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 async def test_replica_that_dns_names_at_times_stays_while_it_answers(
-    redis_server: RedisServer, replica: ScriptedReplica, dns: list[str]
+    watch: Watch, replica: ScriptedReplica, dns: list[str]
 ) -> None:
     dns.append("127.0.0.2")
     other = f"127.0.0.2:{replica.port}"  # no process listens
-    async with watching(config(redis_server, replicas=[{"dns": f"vllm:{replica.port}"}])) as router:
+    async with watch(replicas=[{"dns": f"vllm:{replica.port}"}]) as router:
         await router.until(lambda _: router.removed.count(other) == 2)
         assert {*router.removed} == {other}
         await replica.stop()
@@ -425,13 +419,13 @@ LIVES = {
 
 @pytest.mark.parametrize("phases", LIVES.values(), ids=LIVES)
 async def test_state_follows_the_life_of_a_replica(
-    redis_server: RedisServer,
+    watch: Watch,
     replica: ScriptedReplica,
     monkeypatch: pytest.MonkeyPatch,
     phases: list[Phase],
 ) -> None:
     monkeypatch.setattr("extproc.poll.models.MODELS_EVERY_S", 600.0)
-    async with watching(config(redis_server, replica, poll=SOON)) as router:
+    async with watch(replica, poll=SOON) as router:
         for answers_now, awaited, others in phases:
             replica.answers |= answers_now
             state = structs.asdict(await router.replica(replica, **awaited))
@@ -439,10 +433,10 @@ async def test_state_follows_the_life_of_a_replica(
 
 
 async def test_model_list_of_an_earlier_process_is_dropped(
-    redis_server: RedisServer, replica: ScriptedReplica
+    watch: Watch, replica: ScriptedReplica
 ) -> None:
     replica.answers["/v1/models"] = listed = HeldAnswer(replica.answers["/v1/models"])
-    async with watching(config(redis_server, replica)) as router:
+    async with watch(replica) as router:
         await listed.requested.wait()
         replica.answers |= LARGE | {"/metrics": text(page(steps=3, model="large"))}
         await router.replica(replica, max_model_len=131_072)
@@ -452,48 +446,44 @@ async def test_model_list_of_an_earlier_process_is_dropped(
         assert (state.models, state.max_model_len) == (("large",), 131_072)
 
 
-async def test_models_come_from_metrics_if_the_list_is_refused(
-    redis_server: RedisServer, replica: ScriptedReplica, logged: Logged
+async def test_replica_that_refuses_its_model_list_is_known_by_its_metrics(
+    watch: Watch, replica: ScriptedReplica, logged: Logged
 ) -> None:
     replica.answers["/v1/models"] = text("", 401)
-    async with watching(config(redis_server, replica)) as router:
-        state = await router.replica(replica, healthy=True)
+    async with watch(replica) as router:
+        state = await router.replica(replica, takes_priority=True)
         assert (state.models, state.max_model_len) == (("tiny",), None)  # the label in /metrics
         assert not state.listed
         line = await logged.line(
             "replica does not list its models: using the model names in its metrics"
         )
         assert line["error"] == "/v1/models answered 401"
-
-
-async def test_replica_whose_api_key_hides_its_models_takes_priorities(
-    redis_server: RedisServer, replica: ScriptedReplica
-) -> None:
-    replica.answers["/v1/models"] = text("", 401)
-    async with watching(config(redis_server, replica)) as router:
-        await router.replica(replica, takes_priority=True)
         replica.answers["/metrics"] = text(page(steps=102))
         assert (await router.replica(replica, steps=102)).takes_priority
 
 
 @pytest.mark.parametrize("version", ["0.10.2", "0.32.0"])
 async def test_priority_scheduling_of_the_pool_overrides_the_version(
-    redis_server: RedisServer, replica: ScriptedReplica, version: str
+    watch: Watch, replica: ScriptedReplica, version: str
 ) -> None:
     replica.answers["/version"] = text(f'{{"version": "{version}"}}')
-    async with watching(config(redis_server, replica, priority_scheduling=True)) as router:
+    async with watch(replica, priority_scheduling=True) as router:
         assert (await router.replica(replica, takes_priority=True)).by_priority
 
 
 async def test_replicas_file_renames_a_replica_and_removes_another_while_redis_hangs(
-    redis_server: RedisServer, tmp_path: Path, logged: Logged, monkeypatch: pytest.MonkeyPatch
+    redis_server: RedisServer,
+    watch: Watch,
+    tmp_path: Path,
+    logged: Logged,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wait_for_redis(monkeypatch, 1.0)
     file = tmp_path / "replicas.yaml"
     async with serving() as first, serving() as second:
         renamed = f"{{url: '{second.id}', name: renamed}}"
         file.write_text(f"['{first.id}', '{second.id}']")
-        async with watching(config(redis_server, replicas_file=file)) as router:
+        async with watch(replicas_file=file) as router:
             await router.until(lambda states: len(states) == 2)
             file.write_text(f"['{first.id}', {renamed}]")
             await router.replica(second, name="renamed")
