@@ -80,9 +80,14 @@ async def lost(url: RedisSettings | str, logged: Logged) -> dict[str, object]:
 
 
 @pytest.fixture
-async def following(redis_server: RedisServer) -> AsyncIterator[Next]:
+def url(redis_server: RedisServer) -> str:
+    return redis_server.url
+
+
+@pytest.fixture
+async def following(url: str) -> AsyncIterator[Next]:
     """Function that returns the next change in a pool, which is empty at first."""
-    async with reading(redis_server.url) as following:
+    async with reading(url) as following:
         assert await following() == Snapshot(())
         yield following
 

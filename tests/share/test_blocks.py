@@ -21,7 +21,7 @@ from extproc.share import blocks as shared
 from extproc.share.blocks import BLOCKS, LIFE_S, BlockReader, BlockWriter, ReplicaBlockUpdate
 from extproc.share.connection import Keys, connect
 from extproc.share.replicas import StateWriter
-from tests.conftest import Logged, RedisServer
+from tests.conftest import Logged
 from tests.fakes import ManualClock, replica, state
 from tests.share.conftest import router as sharing_router
 from tests.share.servers import Refuse, each_refusal, publishing
@@ -89,14 +89,14 @@ async def poller(url: str) -> AsyncIterator[Tell]:
 
 
 @pytest.fixture
-async def write(redis_server: RedisServer) -> AsyncIterator[Tell]:
-    async with poller(redis_server.url) as write:
+async def write(url: str) -> AsyncIterator[Tell]:
+    async with poller(url) as write:
         yield write
 
 
 @pytest.fixture
-async def following(redis_server: RedisServer, write: Tell) -> AsyncIterator[FollowingRouter]:
-    async with router(redis_server.url) as follower:
+async def following(url: str, write: Tell) -> AsyncIterator[FollowingRouter]:
+    async with router(url) as follower:
         await write(whole(1, {1}), whole(1, {1}))
         await follower.holds({1})
         yield follower
@@ -124,20 +124,20 @@ async def test_blocks_reach_present_and_new_routers(limited_url: str, redis_clie
 
 
 async def test_blocks_of_an_older_poller_are_skipped(
-    redis_server: RedisServer, write: Tell, following: FollowingRouter
+    url: str, write: Tell, following: FollowingRouter
 ) -> None:
     before = structs.replace(update_of(5, {9}), number=7 * NUMBERS + 6, previous=7 * NUMBERS + 5)
     await write(before)
     await write(update_of(2, {2}))
     await following.holds({1, 2})
-    async with router(redis_server.url) as later:
+    async with router(url) as later:
         await later.holds({1, 2})
 
 
 async def test_poller_writes_no_blocks_of_another_pollers_replica(
-    redis_server: RedisServer,
+    url: str,
 ) -> None:
-    async with router(redis_server.url) as follower, publishing(redis_server.url) as into:
+    async with router(url) as follower, publishing(url) as into:
         for number in (1, 2):
             blocks = KvBlocks(Random(number), monotonic)
             blocks.reset(complete=True)
@@ -157,27 +157,25 @@ async def test_kv_stream_state_passes_to_next_poller(redis_client: Redis) -> Non
 
 
 async def test_poller_that_takes_over_many_replicas_loads_all_positions(
-    redis_server: RedisServer,
+    url: str,
 ) -> None:
     many = [replica(number) for number in range(1, 151)]  # redis-py opens 100 connections at most
-    async with publishing(redis_server.url) as into:
+    async with publishing(url) as into:
         for each in many:
             assert await into.save_blocks(each, each.encode)
         assert await asyncio.gather(*map(into.load_blocks, many)) == [*map(str.encode, many)]
 
 
-async def test_saves_of_positions_do_not_queue(redis_server: RedisServer) -> None:
+async def test_saves_of_positions_do_not_queue(url: str) -> None:
     """While Redis hangs, a queue would hold up the streams of KV events."""
-    async with publishing(redis_server.url) as into:
+    async with publishing(url) as into:
         saves = [into.save_blocks(replica(number), bytes) for number in range(1, 151)]
         assert sum(await asyncio.gather(*saves)) == 8
 
 
-async def test_removed_replica_leaves_no_blocks(
-    redis_server: RedisServer, redis_client: Redis, write: Tell
-) -> None:
+async def test_removed_replica_leaves_no_blocks(url: str, redis_client: Redis, write: Tell) -> None:
     keys = Keys("test").blocks + replica(1), Keys("test").kv_stream + replica(1)
-    async with connect(redis_server.url, "test") as redis:
+    async with connect(url, "test") as redis:
         await write(whole(1, {1}), whole(1, {1}))
         await write(whole(1, {1}), whole(1, {1}), number=2)
         await BlockWriter(redis, "test").save(replica(1), b"known")
@@ -187,10 +185,8 @@ async def test_removed_replica_leaves_no_blocks(
     assert await redis_client.exists(Keys("test").blocks + replica(2)) == 1
 
 
-async def test_whole_update_is_sent_once(
-    redis_server: RedisServer, redis_client: Redis, write: Tell
-) -> None:
-    async with router(redis_server.url) as follower:
+async def test_whole_update_is_sent_once(url: str, redis_client: Redis, write: Tell) -> None:
+    async with router(url) as follower:
         many = whole(1, {*range(10_000)})
         before: Any = await redis_client.info("stats")
         assert await write(many, many) == set()
@@ -200,10 +196,10 @@ async def test_whole_update_is_sent_once(
 
 
 async def test_router_applies_few_blocks_of_a_whole_list_in_a_turn(
-    redis_server: RedisServer, redis_client: Redis, write: Tell
+    url: str, redis_client: Redis, write: Tell
 ) -> None:
     held = [0]
-    async with sharing_router(redis_server.url) as fleet:
+    async with sharing_router(url) as fleet:
 
         async def count() -> None:
             while True:
@@ -255,11 +251,11 @@ async def test_missed_blocks_are_read_from_redis(
 
 
 async def test_garbage_blocks_are_logged_once(
-    redis_server: RedisServer, redis_client: Redis, write: Tell, logged: Logged
+    url: str, redis_client: Redis, write: Tell, logged: Logged
 ) -> None:
     await redis_client.lpush(Keys("test").blocks + "list", "no blocks")
     await redis_client.set(Keys("test").blocks + "text", "no list")
-    async with router(redis_server.url) as follower:
+    async with router(url) as follower:
         await logged.line("skipped garbage in redis")
         huge = structs.replace(whole(1, {1}), block_size=2**28)
         sealed = BLOCKS.seal(ReplicaBlockUpdate("huge", huge))  # the next prompt would take 4 GB

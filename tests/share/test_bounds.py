@@ -28,9 +28,8 @@ async def test_documented_acl_suffices(redis_server: RedisServer, redis_client: 
 
 
 async def test_full_redis_is_logged_once_and_passes_states_and_removals_on(
-    redis_server: RedisServer, redis_client: Redis, logged: Logged
+    url: str, redis_client: Redis, logged: Logged
 ) -> None:
-    url = redis_server.url
     async with publishing(url) as publisher, reading(url) as following:
         publisher.put(A)
         await until(following, Put(A))
@@ -48,9 +47,8 @@ async def test_full_redis_is_logged_once_and_passes_states_and_removals_on(
 
 
 async def test_redis_that_cannot_save_passes_states_on(
-    redis_server: RedisServer, redis_client: Redis, logged: Logged
+    url: str, redis_client: Redis, logged: Logged
 ) -> None:
-    url = redis_server.url
     async with publishing(url) as publisher, reading(url) as following:
         publisher.put(A)
         await until(following, Put(A))

@@ -5,18 +5,17 @@ from redis.asyncio import Redis
 
 from extproc.ground.clock import monotonic
 from extproc.share import departed
-from tests.conftest import RedisServer
 from tests.fakes import MODEL, replica
 from tests.share.conftest import router
 from tests.waiting import until
 
 
 async def test_restarted_router_knows_departed_models(
-    redis_server: RedisServer, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+    url: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("extproc.proxy.sharing._MODELS_EVERY_S", 0.05)
     key = "{test}:departed-models"
-    async with router(redis_server.url) as fleet:
+    async with router(url) as fleet:
         assert not await redis_client.exists(key)
         for number in (1, 2):
             fleet.remove(replica(number))
@@ -24,7 +23,7 @@ async def test_restarted_router_knows_departed_models(
             await until(lambda: redis_client.exists(key))
             await redis_client.flushall()
         await until(lambda: redis_client.exists(key))
-    async with router(redis_server.url, members=0) as fleet:
+    async with router(url, members=0) as fleet:
         await until(lambda: fleet.members.served_lately(MODEL, monotonic()))
         assert not fleet.members.served_lately(MODEL, monotonic() + 3600.0)
         assert not fleet.members.served_lately("other", monotonic())

@@ -45,9 +45,9 @@ def long_lives(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def following(redis_server: RedisServer) -> AsyncIterator[Next]:
+async def following(url: str) -> AsyncIterator[Next]:
     """Connected reader; returns its next event."""
-    async with reading(redis_server.url) as following:
+    async with reading(url) as following:
         assert await following() == Connected()
         yield following
 
@@ -80,13 +80,13 @@ async def heard(following: Next) -> Digest:
 
 
 async def test_digest_reader_gets_present_and_later_digests(
-    redis_server: RedisServer, redis_client: Redis, peer: Peer
+    url: str, redis_client: Redis, peer: Peer
 ) -> None:
     key = Keys("test").router + peer.fleet.router
     began = monotonic()
     first = await peer.send()
     assert 0 < await redis_client.pttl(key) <= LIFE_MS
-    async with reading(redis_server.url) as following:
+    async with reading(url) as following:
         assert await following() == Connected()
         found = await following()
         assert isinstance(found, DigestReceived)
@@ -111,12 +111,12 @@ async def test_living_routers_are_found_by_name(redis_client: Redis, peer: Peer)
 
 
 async def test_garbage_digest_is_skipped_with_one_line(
-    redis_server: RedisServer, redis_client: Redis, peer: Peer, logged: Logged
+    url: str, redis_client: Redis, peer: Peer, logged: Logged
 ) -> None:
     keys = Keys("test")
     await redis_client.set(keys.router + "garbage", b"\x63 a later version")
     await redis_client.hset(keys.router + "hash", "field", "value")
-    async with reading(redis_server.url) as following:
+    async with reading(url) as following:
         assert await following() == Connected()
         for _ in range(3):
             await redis_client.publish(keys.digests, b"\x63 a later version")
@@ -161,24 +161,22 @@ async def test_routers_count_requests_of_live_peers(redis_server: RedisServer) -
         await _sees(second, 0)
 
 
-async def test_messages_of_later_versions_are_counted(
-    redis_server: RedisServer, redis_client: Redis
-) -> None:
+async def test_messages_of_later_versions_are_counted(url: str, redis_client: Redis) -> None:
     registry = CollectorRegistry()
     future = msgpack.encode(["new", 1, []])
     await redis_client.set(Keys("test").router + "later", future)
     await redis_client.xadd(Keys("test").responses, {"": future})
     await redis_client.rpush(Keys("test").blocks + replica(1), future)
     name, labels = "extproc_redis_skipped_total", {"reason": "unknown_tag"}
-    async with router(redis_server.url, registry):
+    async with router(url, registry):
         await until(lambda: registry.get_sample_value(name, labels) == 3)
 
 
 async def test_router_whose_redis_is_read_only_logs_that_others_do_not_know_its_requests(
-    redis_server: RedisServer, redis_client: Redis, logged: Logged
+    url: str, redis_client: Redis, logged: Logged
 ) -> None:
     await command(redis_client, "REPLICAOF", "127.0.0.1", free_port())
-    async with router(redis_server.url):
+    async with router(url):
         line = await logged.line(
             "redis takes no digests, retrying: other routers do not know this router's requests"
         )

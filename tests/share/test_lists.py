@@ -10,7 +10,6 @@ from extproc.share import replicas
 from extproc.share.connection import Keys
 from extproc.share.envelope import sealed_list
 from extproc.share.replicas import PUT, Put, Snapshot, StateWriter
-from tests.conftest import RedisServer
 from tests.share.conftest import A, Next, reading, until
 from tests.share.servers import Refuse, command, each_refusal
 
@@ -48,22 +47,22 @@ async def test_unchanged_list_of_500_adapters_adds_at_most_2_kb(
 
 
 async def test_router_that_connects_later_finds_list(
-    redis_server: RedisServer, redis_client: Redis, writer: StateWriter
+    url: str, redis_client: Redis, writer: StateWriter
 ) -> None:
     for state in (MANY, MANY, structs.replace(FEWER, id="10.0.0.2:8000")):
         await writer.put([state])
     assert len(await lists_in(redis_client)) == 2
-    async with reading(redis_server.url) as following:
+    async with reading(url) as following:
         assert await following() == Snapshot((MANY, structs.replace(FEWER, id="10.0.0.2:8000")))
         await writer.put([MANY])
         assert await following() == Put(MANY)
 
 
 async def test_router_that_missed_change_finds_new_list(
-    redis_server: RedisServer, redis_client: Redis, writer: StateWriter
+    url: str, redis_client: Redis, writer: StateWriter
 ) -> None:
     await writer.put([MANY])
-    async with reading(redis_server.url) as following:
+    async with reading(url) as following:
         assert await following() == Snapshot((MANY,))
         await command(redis_client, "CLIENT", "KILL", "TYPE", "pubsub")
         await writer.put([FEWER])
@@ -73,12 +72,12 @@ async def test_router_that_missed_change_finds_new_list(
 
 
 async def test_redis_that_comes_back_empty_gets_list_again(
-    redis_server: RedisServer, redis_client: Redis, writer: StateWriter
+    url: str, redis_client: Redis, writer: StateWriter
 ) -> None:
     await writer.put([MANY])
     await redis_client.flushall()
     await writer.put([MANY])
-    async with reading(redis_server.url) as following:
+    async with reading(url) as following:
         assert await following() == Snapshot((MANY,))
         await redis_client.delete(*await lists_in(redis_client))
         await writer.put([MANY])

@@ -25,23 +25,23 @@ pytestmark = pytest.mark.process
 
 
 async def test_unrefreshed_state_expires(
-    redis_server: RedisServer, redis_client: Redis, writer: StateWriter
+    url: str, redis_client: Redis, writer: StateWriter
 ) -> None:
     await writer.put([A])
     assert 0 < await redis_client.pttl(Keys("test").replica + A.id) <= 60_000
     await StateWriter(redis_client, "test", ttl_s=0.001).put([A])
-    async with reading(redis_server.url) as following, asyncio.timeout(PATIENCE_S):
+    async with reading(url) as following, asyncio.timeout(PATIENCE_S):
         while await redis_client.exists(Keys("test").replica + A.id):
             pass
         assert await following() == Snapshot(())
 
 
-async def test_state_age_is_from_redis_ttl(redis_server: RedisServer, redis_client: Redis) -> None:
+async def test_state_age_is_from_redis_ttl(url: str, redis_client: Redis) -> None:
     states = [ReplicaState(id=f"10.0.0.1:{port}", life_s=60) for port in range(200)]
     writer, began = StateWriter(redis_client, "test", ttl_s=60), monotonic()
     await writer.put([*states, A])
     await redis_client.pexpire(Keys("test").replica + states[7].id, 48_000)
-    async with reading(redis_server.url) as following:
+    async with reading(url) as following:
         snapshot = await following()
     took = monotonic() - began + 0.01
     assert isinstance(snapshot, Snapshot)
@@ -51,7 +51,7 @@ async def test_state_age_is_from_redis_ttl(redis_server: RedisServer, redis_clie
     assert max(snapshot.ages.values()) < took
 
 
-async def test_new_reader_misses_no_state(redis_server: RedisServer, writer: StateWriter) -> None:
+async def test_new_reader_misses_no_state(url: str, writer: StateWriter) -> None:
 
     async def write(replica: int) -> None:
         for running in range(20):
@@ -61,7 +61,7 @@ async def test_new_reader_misses_no_state(redis_server: RedisServer, writer: Sta
         for replica in range(10):
             tasks.create_task(write(replica))
         seen: dict[str, ReplicaState] = {}
-        async with reading(redis_server.url) as following:
+        async with reading(url) as following:
             while len(seen) < 10 or any(state.running < 19 for state in seen.values()):
                 match await following():
                     case Snapshot(states):
@@ -153,7 +153,7 @@ async def test_refused_login_is_logged_with_the_setting_and_without_password(
     ids=["empty", "cut", "list", "negative", "zero", "huge", "nan"],
 )
 async def test_garbage_state_is_skipped_with_one_line(
-    redis_server: RedisServer,
+    url: str,
     redis_client: Redis,
     writer: StateWriter,
     logged: Logged,
@@ -162,7 +162,7 @@ async def test_garbage_state_is_skipped_with_one_line(
     await writer.put([A])
     await redis_client.set(Keys("test").replica + "garbage", garbage)
     await redis_client.hset(Keys("test").replica + "a hash", "field", "value")
-    async with reading(redis_server.url) as following:
+    async with reading(url) as following:
         assert await following() == Snapshot((A,))
         for _ in range(3):
             await redis_client.publish(Keys("test").changes, garbage)
@@ -174,16 +174,14 @@ async def test_garbage_state_is_skipped_with_one_line(
     ]
 
 
-async def test_reader_and_writer_can_be_cancelled(
-    redis_server: RedisServer, writer: StateWriter
-) -> None:
+async def test_reader_and_writer_can_be_cancelled(url: str, writer: StateWriter) -> None:
 
     async def write() -> None:
         while True:
             await writer.put([A])
 
     async def read() -> None:
-        async with reading(redis_server.url) as following:
+        async with reading(url) as following:
             while True:
                 await following()
 

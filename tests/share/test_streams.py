@@ -85,17 +85,17 @@ async def test_owners_and_prompts_reach_present_and_new_routers(
 
 
 async def test_new_router_awaits_the_state_of_each_listed_replica(
-    redis_server: RedisServer, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+    url: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until then, the router would drop prompts sent there, and answer 404 to its models."""
     monkeypatch.setattr(assignment, "LIFE_S", PATIENCE_S)
     poller = Assigner(redis_client, "test", "host:1:0a", outage(redis_client), ManualClock())
-    async with router(redis_server.url) as first:
+    async with router(url) as first:
         send(first, 2, prompt("a", 3))
         await until(lambda: redis_client.exists(Keys("test").prompts))
         writer = StateWriter(redis_client, "test", PATIENCE_S)
         await writer.put([state(1, "llama-8b-a10", ManualClock(wall()))])
-        async with router(redis_server.url, members=0) as second:
+        async with router(url, members=0) as second:
             await until(lambda: len(second.members) == 1 and second.pollers == {})
             await poller.beat([replica(1), replica(2)])
             await until(lambda: bool(second.pollers))
@@ -126,10 +126,10 @@ async def test_owners_and_prompts_are_announced_after_outage(
 
 
 async def test_redis_bounds_response_owners(
-    redis_server: RedisServer, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+    url: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "MAX_OWNERS", 200)
-    async with router(redis_server.url) as first, router(redis_server.url) as second:
+    async with router(url) as first, router(url) as second:
         for number in range(1_000):
             first.responses.record(f"resp_{number}", replica(2))
         await knows(second, "resp_999")
@@ -148,9 +148,9 @@ async def is_reading(client: Redis) -> bool:
     return any("b" in connection["flags"] for connection in await client.client_list())
 
 
-async def test_disconnected_reader_resumes(redis_server: RedisServer, redis_client: Redis) -> None:
+async def test_disconnected_reader_resumes(url: str, redis_client: Redis) -> None:
     send = partial(append, redis_client, Keys("test").responses, OWNER, 100)
-    async with reading(redis_server.url) as following:
+    async with reading(url) as following:
         await send([FIRST])
         assert await following() == FIRST
         second = asyncio.ensure_future(following())
@@ -175,12 +175,10 @@ async def test_reader_tolerates_earlier_redis_clock(redis_server: RedisServer) -
             assert await second == SECOND
 
 
-async def test_garbage_owners_are_skipped(
-    redis_server: RedisServer, redis_client: Redis, logged: Logged
-) -> None:
+async def test_garbage_owners_are_skipped(url: str, redis_client: Redis, logged: Logged) -> None:
     key = Keys("test").responses
     await redis_client.set(key, "no stream")
-    async with router(redis_server.url) as first, router(redis_server.url) as second:
+    async with router(url) as first, router(url) as second:
         first.responses.record("resp_1", replica(2))
         assert (await logged.line("skipped garbage in redis"))["source"] == key
         await redis_client.delete(key)
@@ -194,12 +192,12 @@ async def test_garbage_owners_are_skipped(
 
 @pytest.mark.parametrize("unit", [5e-324, 1e308])
 async def test_prompt_in_impossible_units_is_skipped(
-    redis_server: RedisServer, redis_client: Redis, unit: float
+    url: str, redis_client: Redis, unit: float
 ) -> None:
     """Each router reads the stream when it starts, so a failure would end all of them again."""
     bad = SentPrompt(replica(1), prompt("a", 3).keys, unit, 1.0, 0)
     bodies = [Prompts("host:1:0a", (bad, bad))]
     await append(redis_client, Keys("test").prompts, PROMPTS, 100, bodies)
-    async with router(redis_server.url) as first, router(redis_server.url) as second:
+    async with router(url) as first, router(url) as second:
         send(first, 1, prompt("b", 3))
         await holds(second, 1, prompt("b", 3))
