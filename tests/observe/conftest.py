@@ -1,9 +1,8 @@
-"""Admin address of a router, open or secured; a runner of commands; logged decisions."""
+"""Admin address of a router; a runner of commands; logged decisions."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -16,7 +15,6 @@ from extproc.observe.decision_log import LoggedDecision
 from extproc.proxy.admin import admin_routes
 from extproc.proxy.services import Services
 from extproc.request.profile import RequestProfile
-from tests.certificates import Authority
 from tests.fakes import chat, decided
 
 Run = Callable[..., Awaitable[list[str]]]
@@ -34,25 +32,6 @@ def serving(
 async def router(services: Services) -> AsyncIterator[str]:
     async with serving(services) as address:
         yield address
-
-
-@asynccontextmanager
-async def secured(
-    services: Services, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Path]:
-    """A router's admin address with TLS and a token, and the settings for it in the environment;
-    yields a file that holds another token."""
-    cert, key = Authority(folder / "authority").sign("router")
-    token, other = folder / "token", folder / "other"
-    token.write_text("an-example")
-    other.write_text("another")
-    access = AdminSettings(tls_cert=cert, tls_key=key, token_file=token)
-    async with serving(services, access) as address:
-        for name in ("tls_cert", "tls_key", "token_file"):
-            monkeypatch.setenv(f"EXTPROC_ADMIN__{name.upper()}", str(getattr(access, name)))
-        monkeypatch.setenv("EXTPROC_SERVE__ADMIN", address)
-        monkeypatch.setenv("EXTPROC_STATE", "memory")
-        yield other
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from aiohttp import web
 from msgspec import structs, to_builtins
 from prometheus_client import CollectorRegistry
 
-from extproc.config import Config
+from extproc.config import AdminSettings, Config
 from extproc.ground.text import figure
 from extproc.lab.harness.processes import free_port
 from extproc.observe import client
@@ -22,8 +22,9 @@ from extproc.observe.admin import serve_admin
 from extproc.predict.inputs import Excluded
 from extproc.proxy.app import build
 from extproc.proxy.services import Services
+from tests.certificates import Authority
 from tests.fakes import ManualClock, chat, embedding, replica, state
-from tests.observe.conftest import Run, decide, secured
+from tests.observe.conftest import Run, decide, serving
 
 ID = "0f3c2e9a-6f1d-4c0e-9d0a-3a5b7c9d1e2f"
 
@@ -374,7 +375,16 @@ async def test_token_and_certificate_come_from_the_settings(
     services: Services, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     decide(services, chat(10), ID)
-    async with secured(services, tmp_path, monkeypatch) as other:
+    cert, key = Authority(tmp_path / "authority").sign("router")
+    token, other = tmp_path / "token", tmp_path / "other"
+    token.write_text("an-example")
+    other.write_text("another")
+    access = {"tls_cert": cert, "tls_key": key, "token_file": token}
+    async with serving(services, AdminSettings.model_validate(access)) as address:
+        for name, file in access.items():
+            monkeypatch.setenv(f"EXTPROC_ADMIN__{name.upper()}", str(file))
+        monkeypatch.setenv("EXTPROC_SERVE__ADMIN", address)
+        monkeypatch.setenv("EXTPROC_STATE", "memory")
         assert any(ID in line for line in await run(command))
         monkeypatch.setenv("EXTPROC_ADMIN__TOKEN_FILE", str(other))
         (error,) = await run(command, status=1)
@@ -383,6 +393,6 @@ async def test_token_and_certificate_come_from_the_settings(
         (error,) = await run(command, status=1)
         assert f"admin.token_file: {other}: No such file" in error
         monkeypatch.setenv("EXTPROC_ADMIN__TLS_CERT", str(other))
-        monkeypatch.setenv("EXTPROC_ADMIN__TOKEN_FILE", str(tmp_path / "token"))
+        monkeypatch.setenv("EXTPROC_ADMIN__TOKEN_FILE", str(token))
         (error,) = await run(command, status=1)
         assert f"{other}: No such file" in error

@@ -1,4 +1,4 @@
-"""Rates and quantiles of the last minute, ten minutes and hour."""
+"""Rates and quantiles of the last minute, ten minutes and hour, and fading averages."""
 
 from math import isnan
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from extproc.observe.history import History, quantile
+from extproc.observe.history import Average, History, quantile
 from extproc.observe.metrics import RouterMetrics
 from tests.fakes import ManualClock
 
@@ -62,3 +62,22 @@ def test_quantile_is_linear_within_a_bucket(q: float, expected: float) -> None:
 
 def test_values_beyond_the_last_bound_count_as_that_bound() -> None:
     assert quantile((1.0, 2.0), np.array([0, 0, 4]), 0.99) == 2.0
+
+
+def test_average_weighs_values_by_their_time() -> None:
+    clock = ManualClock(0.0)
+    average = Average(clock)
+    for seconds, value in ((1.0, 1.0),) * 300 + ((0.001, 100.0),):
+        clock.advance(seconds)
+        average.add(value)
+    assert 1.0 < average.value < 1.01
+
+
+def test_average_forgets_nothing_while_the_process_stands_still() -> None:
+    """A router that was stopped for minutes is not slow afterwards."""
+    clock = ManualClock(0.0)
+    average = Average(clock)
+    for seconds, value in ((200.0, 1.0),) + ((1.0, 0.0),) * 40:
+        clock.advance(seconds)
+        average.add(value)
+    assert average.value < 0.02

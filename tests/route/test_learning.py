@@ -1,9 +1,10 @@
-"""Lengths and speeds are learned from the end of requests whose answers the router did not read."""
+"""Lengths and speeds are learned from the end of requests, and delays from first tokens."""
 
 import random
+from dataclasses import replace
 
 import pytest
-from msgspec.structs import replace
+from msgspec import structs
 
 from extproc.fleet.fleet import Fleet
 from extproc.request.profile import RequestProfile
@@ -12,6 +13,7 @@ from tests.fakes import A10, MODEL, ManualClock, chat, decided, fleet_of, replic
 
 TICK_S = 0.2
 STEPS = 4.0  # a tick, of a replica that is slower than its profile says
+LATE_S = 0.03
 
 
 class CountingRouter:
@@ -36,7 +38,7 @@ class CountingRouter:
         ended = self.fleet.release(ticket, prefilled=False)
         forecast = decision.forecast()
         if ttft is not None:
-            forecast = replace(forecast, predicted_ttft=ttft)
+            forecast = structs.replace(forecast, predicted_ttft=ttft)
         self.router.learn_counted(forecast, replica(1), ended, None)
 
     def expected(self, profile: RequestProfile) -> float:
@@ -98,3 +100,52 @@ def test_client_that_hangs_up_before_the_first_token_teaches_nothing() -> None:
     system.serve(chat(100), 0)
     assert system.expected(chat(100)) == before
     assert system.stretch == 1.0
+
+
+# -- first tokens ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def router() -> Router:
+    return Router(fleet_of(ManualClock(), A10, A10), "completion", random.Random(0))
+
+
+def answer(router: Router, profile: RequestProfile, times: int, by_steps: float) -> None:
+    """Let the chosen replica answer ``times`` requests, each ``LATE_S`` later than ``by_steps``."""
+    for _ in range(times):
+        decision = decided(router, profile)
+        ttft = by_steps + LATE_S
+        router.learn_first_token(decision.forecast(), decision.replica, ttft)
+
+
+@pytest.mark.parametrize("times", [30, 300])
+def test_delay_outside_steps_is_learned_once_for_all_replicas(router: Router, times: int) -> None:
+    request = chat(1000, 50)
+    before = decided(router, request).prediction.ttft
+    answer(router, request, times, before.item(0))
+    after = decided(router, request).prediction.ttft
+    assert after == pytest.approx(before + LATE_S, rel=0.02)
+
+
+def test_requests_delayed_by_other_causes_teach_no_delay(router: Router) -> None:
+    request = chat(1000, 50)
+    by_steps = decided(router, request).predicted_ttft
+    answer(router, replace(request, fetches=True), 30, by_steps)
+    for number in (1, 2):
+        router.fleet.dispatch(replica(number), chat(20_000, 50))
+    answer(router, request, 30, by_steps)
+    assert router.fleet.speeds.first_tokens.outside_steps == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "request_", [replace(chat(500, 50), fetches=True), chat(2000, 50)], ids=["image", "too long"]
+)
+def test_first_token_that_no_step_time_explains_teaches_no_speed(request_: RequestProfile) -> None:
+    """By its estimated tokens, the long prompt does not fit into the first replica."""
+    clock = ManualClock()
+    fleet = fleet_of(clock)
+    for number, context in ((1, 1000), (2, 65_536)):
+        fleet.put(state(number, A10, clock, measured=False, max_model_len=context))
+    before = fleet.view(MODEL).c_prefill.tolist()
+    answer(Router(fleet, "round_robin", random.Random(0)), request_, 2, 3.0)
+    assert fleet.view(MODEL).c_prefill[0] == before[0]

@@ -392,34 +392,24 @@ def test_excluded_replicas_are_listed_by_number_and_restarted_together(services:
     assert only_warning(services) == "r2, r9 and r10 are excluded: refused. Restart them."
 
 
-def test_excluded_replica_shows_since_when(services: Services, clock: ManualClock) -> None:
-    poll(services, 2, healthy=False, problem="cannot connect")
-    services.exclusions.look(services.fleet, services.wall())
-    since = time_of_day(services.wall())
-    clock.advance(2.0)
-    poll(services, 1, 3, 4)
-    poll(services, 2, healthy=False, problem="cannot connect")
-    services.exclusions.look(services.fleet, services.wall())
-    assert warnings(services) == [f"r2 is excluded: cannot connect (since {since})."]
-    assert cells(services, 2, "Health notes") == [f"cannot connect (since {since})"]
-    poll(services, 2)
-    services.exclusions.look(services.fleet, services.wall())
-    assert cells(services, 2, "Health notes") == [""]
-
-
 def test_replicas_excluded_one_after_another_share_a_warning(
     services: Services, clock: ManualClock
 ) -> None:
-    first = time_of_day(services.wall())
+    first = last = time_of_day(services.wall())
     for number in range(1, 8):
         poll(services, number, healthy=False, problem="cannot connect")
         services.exclusions.look(services.fleet, services.wall())
+        last = time_of_day(services.wall())
         clock.advance(1.0)
         poll(services, 8)
     names = "r1, r2, r3 and 4 more"
     assert only_warning(services) == (
         f"{names} are excluded: cannot connect (the first since {first})."
     )
+    assert cells(services, 7, "Health notes") == [f"cannot connect (since {last})"]
+    poll(services, 7)
+    services.exclusions.look(services.fleet, services.wall())
+    assert cells(services, 7, "Health notes") == [""]
 
 
 def test_slow_replica_and_wrong_profile_are_warned_of(
