@@ -92,10 +92,7 @@ def test_lone_requests_reach_every_replica_of_a_fresh_pool(believed: str) -> Non
 # -- a slow card among others ------------------------------------------------------------------
 
 SLOW = {
-    "replicas": [
-        {"name": "gpu", "profile": H100, "count": 2},
-        {"name": "small", "profile": A10},
-    ],
+    "replicas": [{"name": "gpu", "profile": H100, "count": 2}, {"name": "small", "profile": A10}],
     "events": [
         {"at": 0, "replica": "gpu-1", "slow": 1 / 0.15},
         {"at": 60, "replica": "gpu-1", "do": "down"},

@@ -183,7 +183,7 @@ def about_us(*runs: Json) -> Json:
 
 def turns(**values: tuple[float, ...]) -> Json:
     return about_us(
-        *(turn(name, n, value) for name, each in values.items() for n, value in enumerate(each)),
+        *(turn(name, n, value) for name, each in values.items() for n, value in enumerate(each))
     )
 
 

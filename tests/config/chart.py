@@ -99,10 +99,7 @@ def schema() -> dict[str, Any]:
     for part, setting, port in _PORTS:
         parts[part]["properties"][setting]["pattern"] = f":{port}$"
     pods = parts["KubernetesPods"]
-    pods["properties"]["selector"] = {
-        "type": "object",
-        "additionalProperties": {"type": "string"},
-    }
+    pods["properties"]["selector"] = {"type": "object", "additionalProperties": {"type": "string"}}
     kinds = ("service", "selector", "inference_pool")
     pods["oneOf"] = [{"required": [kind]} for kind in kinds]
     with_port = {"required": ["port"]}

@@ -57,7 +57,4 @@ def test_log_level_does_not_apply_to_libraries(capsys: pytest.CaptureFixture[str
     logging.getLogger("aiohttp.access").info("library line")
     logging.getLogger("redis").warning("a warning")
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(" ", 1)[1] for line in lines] == [
-        "DEBUG own line",
-        "WARNING a warning",
-    ]
+    assert [line.split(" ", 1)[1] for line in lines] == ["DEBUG own line", "WARNING a warning"]

@@ -363,7 +363,7 @@ def test_redis_password_is_taken_as_it_is(password: str) -> None:
 def test_yaml_merge_key_may_be_overridden(write: Write) -> None:
     file = write(
         "pools:\n  a: &a {replicas: [a:1], replicas_file: /a}\n"
-        "  b: &b {<<: *a, replicas: [b:1]}\n  c: {<<: *b, replicas_file: /c}\n",
+        "  b: &b {<<: *a, replicas: [b:1]}\n  c: {<<: *b, replicas_file: /c}\n"
     )
     *_, b, c = load({}, {}, file).each_pool
     assert [item.where for item in (*b.replicas, *c.replicas)] == ["b:1", "b:1"]
@@ -404,7 +404,7 @@ def test_every_policy_can_be_configured() -> None:
 
 def test_each_pool_has_its_own_configuration(write: Write) -> None:
     file = write(
-        "replicas: [a:1]\npools:\n  batch: {replicas: [b:1, 'b:2']}\n  new: {replicas_file: /f}\n",
+        "replicas: [a:1]\npools:\n  batch: {replicas: [b:1, 'b:2']}\n  new: {replicas_file: /f}\n"
     )
     own, batch, new = load({"poll.interval_s": "0.5"}, {}, file).each_pool
     assert (own.pool, [item.url for item in own.replicas]) == ("default", ["a:1"])

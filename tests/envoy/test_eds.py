@@ -56,10 +56,7 @@ def values(response: DiscoveryResponse | None) -> list[bytes]:
 
 
 def ask(
-    stream: Subscription,
-    *names: str,
-    answering: DiscoveryResponse | None = None,
-    refusal: str = "",
+    stream: Subscription, *names: str, answering: DiscoveryResponse | None = None, refusal: str = ""
 ) -> DiscoveryResponse | None:
     """Return the response to a request, if any."""
     raw = request(*names, answering=answering, refusal=refusal)

@@ -173,9 +173,7 @@ class FakeRouter:
 async def serve(router: FakeRouter) -> AsyncIterator[int]:
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 2**28)])
     method = grpc.stream_stream_rpc_method_handler(
-        router.process,
-        request_deserializer=ProcessingRequest.parse,
-        response_serializer=bytes,
+        router.process, request_deserializer=ProcessingRequest.parse, response_serializer=bytes
     )
     service = "envoy.service.ext_proc.v3.ExternalProcessor"
     handler = grpc.method_handlers_generic_handler(service, {"Process": method})

@@ -351,9 +351,7 @@ async def _unhealthy(envoy_admin: str) -> bool:
         return "failed_active_hc" in await response.text()
 
 
-async def test_members_known_to_one_side_are_reported_beside_another_mistake(
-    check: Check,
-) -> None:
+async def test_members_known_to_one_side_are_reported_beside_another_mistake(check: Check) -> None:
     whole = EditableBootstrap().address_router("127.0.0.1").list_replicas("10.0.0.9")
     batch = whole.replicas | {"name": "batch", "type": "EDS", "load_assignment": None}
     clusters = [*whole.clusters, batch]

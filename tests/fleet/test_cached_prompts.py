@@ -134,10 +134,7 @@ def test_prompts_from_before_a_cache_was_lost_count_for_no_router(
     ],
 )
 def test_older_state_keeps_the_index(
-    fleet: PolledFleet,
-    starts: tuple[float, float],
-    polls: list[tuple[float, float]],
-    known: bool,
+    fleet: PolledFleet, starts: tuple[float, float], polls: list[tuple[float, float]], known: bool
 ) -> None:
     prefix = prompt("a")
     before, after = starts

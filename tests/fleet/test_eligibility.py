@@ -285,8 +285,7 @@ def test_draining_replica_gets_requests_only_if_no_other_is_usable(fleet: Polled
 
 
 @pytest.mark.parametrize(
-    "figure",
-    ["steps", "prompt_tokens", "generated_tokens", "first_tokens", "kv_usage", "running"],
+    "figure", ["steps", "prompt_tokens", "generated_tokens", "first_tokens", "kv_usage", "running"]
 )
 def test_engine_with_work_is_stalled_if_no_figure_moves(fleet: PolledFleet, figure: str) -> None:
     for number in (1, 2):

@@ -255,10 +255,7 @@ def test_polled_steps_correct_the_tokens_of_requests(fleet: PolledFleet) -> None
     ],
 )
 def test_restart_of_a_replica_restarts_only_its_step_count(
-    pair: PolledFleet,
-    before: tuple[float, float],
-    after: tuple[float, float],
-    restarted: bool,
+    pair: PolledFleet, before: tuple[float, float], after: tuple[float, float], restarted: bool
 ) -> None:
     names = "steps", "started_at"
     pair.poll(1, **dict(zip(names, before, strict=True)))

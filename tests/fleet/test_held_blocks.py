@@ -3,10 +3,10 @@
 from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
-from msgspec import structs
 
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.held_blocks import LATE_S, NUMBERS, BlockUpdate
@@ -40,8 +40,16 @@ class ReportingFleet:
 
     def poll(self, reporting: Collection[int] = (1, 2)) -> None:
         for number in (1, 2, 3):
-            last = {"kv_update": self.numbers[number]} if number in reporting else {}
-            self.fleet.put(state(number, A10, self.clock, kv_tokens=100_000, **last))
+            self.put(number, number in reporting)
+
+    def put(self, number: int, reports: bool = True, **figures: Any) -> None:
+        if reports:
+            figures["kv_update"] = self.numbers[number]
+        self.fleet.put(state(number, A10, self.clock, kv_tokens=100_000, **figures))
+
+    def send(self, number: int, prefix: Prefix = PREFIX, model: str = MODEL) -> None:
+        profile = RequestProfile(Endpoint.COMPLETIONS, model, 321, 0, 10, prefix=prefix)
+        self.fleet.dispatch(replica(number), profile)
 
     def report(
         self,
@@ -57,10 +65,6 @@ class ReportingFleet:
         update = BlockUpdate(self.numbers[number], previous, 16, *arrays)
         if not lost and self.fleet.blocks.follows(replica(number), update):
             deque(self.fleet.blocks.apply(replica(number), update))
-
-    def join(self, number: int) -> None:
-        update = self.numbers[number]
-        self.fleet.put(state(number, A10, self.clock, kv_update=update))
 
     def hits(self, prefix: Prefix = PREFIX) -> list[float]:
         view = self.fleet.view(MODEL)
@@ -94,10 +98,8 @@ def test_last_token_and_other_salts_are_no_hits(pool: ReportingFleet) -> None:
 def test_blocks_of_an_adapter_are_no_hits_for_the_model(pool: ReportingFleet) -> None:
     pool.report(1, keys(20))
     pool.report(2, [int(key) for key in token_keys(IDS, 16, seed_of("sql", ""))[:3]])
-    adapters = {"models": (MODEL, "sql"), "adapters": ("sql",), "max_loras": 1}
-    for number, update in pool.numbers.items():
-        polled = state(number, A10, pool.clock, kv_tokens=100_000, kv_update=update)
-        pool.fleet.put(structs.replace(polled, **adapters))
+    for number in pool.numbers:
+        pool.put(number, models=(MODEL, "sql"), adapters=("sql",), max_loras=1)
     view = pool.fleet.view("sql")
     assert pool.fleet.prefix_hits(PREFIX, view).cached.tolist() == [0, 48]
     assert pool.hits() == [320, 0, 0]
@@ -105,24 +107,20 @@ def test_blocks_of_an_adapter_are_no_hits_for_the_model(pool: ReportingFleet) ->
 
 def test_adapter_blocks_are_found_under_each_replicas_name() -> None:
     pool = ReportingFleet(ModelNames({"sql": ("sql-1", "sql-2")}))
-    for number, update in list(pool.numbers.items()):
+    for number in pool.numbers:
         name = f"sql-{number}"
         pool.report(number, keys(20))
         own = token_keys(IDS, 16, seed_of(name, ""))[:number]
         pool.report(number, [int(key) for key in own])
-        polled = state(number, A10, pool.clock, kv_tokens=100_000, kv_update=update + 2)
-        adapters = {"models": (MODEL, name), "adapters": (name,), "max_loras": 1}
-        pool.fleet.put(structs.replace(polled, **adapters))
+        pool.put(number, models=(MODEL, name), adapters=(name,), max_loras=1)
     view = pool.fleet.view("sql")
     assert pool.fleet.prefix_hits(PREFIX, view).cached.tolist() == [16, 32]
-    profile = RequestProfile(Endpoint.COMPLETIONS, "sql", 321, 0, 10, prefix=PREFIX)
-    pool.fleet.dispatch(replica(2), profile)
+    pool.send(2, model="sql")
     assert pool.fleet.prefix_hits(PREFIX, view).cached.tolist() == [16, 320]
 
 
 def test_sent_blocks_count_until_the_report_is_overdue(pool: ReportingFleet) -> None:
-    profile = RequestProfile(Endpoint.COMPLETIONS, MODEL, 321, 0, 10, prefix=PREFIX)
-    pool.fleet.dispatch(replica(1), profile)
+    pool.send(1)
     assert pool.hits() == [320, 0, 0]
     pool.report(1, keys(4))
     pool.clock.advance(11)
@@ -158,8 +156,7 @@ def test_late_replica_is_estimated(pool: ReportingFleet, wrong: str) -> None:
 def test_hits_known_from_events_teach_the_index_nothing(pool: ReportingFleet) -> None:
     units = np.arange(1, 6, dtype=np.uint64)
     of_text = Prefix(units, 64.0, 64.0 * len(units))
-    profile = RequestProfile(Endpoint.CHAT, MODEL, 321, 0, 10, prefix=of_text)
-    pool.fleet.dispatch(replica(1), profile)
+    pool.send(1, of_text)
     before = pool.hits(of_text)
     assert before[0] > 0
     pool.report(1, keys(20))
@@ -184,19 +181,18 @@ def test_blocks_of_no_member_are_dropped_once_members_are_known(pool: ReportingF
         pool.numbers[number] = (20 + number) * NUMBERS
         pool.report(number, keys(3), whole=True)
     pool.fleet.drop_stale(10)  # the members are not known yet
-    pool.join(5)
+    pool.put(5)
     assert pool.fleet.blocks.count(replica(5)) == 3
     pool.fleet.members_known.set()
     pool.fleet.drop_stale(10)
-    pool.join(6)
+    pool.put(6)
     assert pool.fleet.blocks.count(replica(5)) == 3
     assert pool.fleet.blocks.count(replica(6)) is None
 
 
 def test_removed_block_ends_the_hits_of_a_sent_prompt(pool: ReportingFleet) -> None:
     pool.report(1, keys(10))
-    profile = RequestProfile(Endpoint.COMPLETIONS, MODEL, 321, 0, 10, prefix=PREFIX)
-    pool.fleet.dispatch(replica(1), profile)
+    pool.send(1)
     assert pool.hits() == [320, 0, 0]
     pool.report(1, removed=[keys(20)[5]])
     assert pool.hits() == [80, 0, 0]

@@ -120,9 +120,7 @@ def believed(prefixes: PrefixIndex, text: str) -> float:
     return float(held.cached[0] / held.expected[0])
 
 
-def test_prompts_that_share_only_a_later_key_are_harmless(
-    prefixes: PrefixIndex,
-) -> None:
+def test_prompts_that_share_only_a_later_key_are_harmless(prefixes: PrefixIndex) -> None:
     prefixes.enter(0, prompt("abcd"), ROOM)
     held, another = prompt("abcd"), prompt("vwxyz")
     another.keys[2] = held.keys[2]

@@ -77,11 +77,7 @@ async def test_list_and_watch_send_the_query_of_the_kubernetes_api(
     path = "/apis/discovery.k8s.io/v1/namespaces/llm/endpointslices"
     selected = {"path": path, "labelSelector": "kubernetes.io/service-name=vllm"}
     assert api.queries == [selected, watch]
-    assert watch == selected | {
-        "watch": "true",
-        "resourceVersion": "91",
-        "timeoutSeconds": "600",
-    }
+    assert watch == selected | {"watch": "true", "resourceVersion": "91", "timeoutSeconds": "600"}
 
 
 async def test_source_sets_namespace_and_name_prefix(api: ApiServer) -> None:

@@ -294,10 +294,7 @@ async def publish_garbage(engine: EventPublisher) -> None:
 
 @pytest.mark.parametrize(
     ("corrupt", "error"),
-    [
-        (skip_a_number, "a batch of its events is lost"),
-        (publish_garbage, "malformed"),
-    ],
+    [(skip_a_number, "a batch of its events is lost"), (publish_garbage, "malformed")],
 )
 async def test_lost_or_malformed_batch_is_logged_once_until_the_cache_is_cleared(
     followed: Followed,

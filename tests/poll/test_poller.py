@@ -419,10 +419,7 @@ LIVES = {
 
 @pytest.mark.parametrize("phases", LIVES.values(), ids=LIVES)
 async def test_state_follows_the_life_of_a_replica(
-    watch: Watch,
-    replica: ScriptedReplica,
-    monkeypatch: pytest.MonkeyPatch,
-    phases: list[Phase],
+    watch: Watch, replica: ScriptedReplica, monkeypatch: pytest.MonkeyPatch, phases: list[Phase]
 ) -> None:
     monkeypatch.setattr("extproc.poll.models.MODELS_EVERY_S", 600.0)
     async with watch(replica, poll=SOON) as router:
@@ -501,10 +498,7 @@ async def test_poller_counts_healthy_replicas_that_neither_sleep_nor_drain(
     async with serving() as sleeping, serving() as drained:
         sleeping.answers["/metrics"] = text(page(asleep=True))
         settings = config(redis_server, replica, sleeping, drained, ScriptedReplica())
-        async with (
-            connect(redis_server.url, "default") as redis,
-            watching(settings) as router,
-        ):
+        async with connect(redis_server.url, "default") as redis, watching(settings) as router:
             await DrainStore(redis, "default").write({drained.id: True})
             await router.replica(drained, draining=True)
             await router.until(lambda states: len(states) == 4)

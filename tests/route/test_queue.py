@@ -344,8 +344,7 @@ def test_queue_of_a_full_replica_does_not_reserve_an_idle_replica() -> None:
 
 
 @pytest.mark.parametrize(
-    ("beside", "priority", "waits"),
-    [(0, 0, False), (1, 0, False), (20, 0, True), (20, 10, False)],
+    ("beside", "priority", "waits"), [(0, 0, False), (1, 0, False), (20, 0, True), (20, 10, False)]
 )
 def test_request_waits_if_others_would_lose_much_more_than_it_gains(
     beside: int, priority: int, waits: bool

@@ -49,10 +49,7 @@ T = TypeVar("T")
 async def hearing(
     kind: Callable[[Redis, str], Reader[T]], url: RedisSettings | str, pool: str = "test"
 ) -> AsyncIterator[Callable[[], Awaitable[T]]]:
-    async with (
-        connect(url, pool) as redis,
-        aclosing(kind(redis, pool).changes()) as changes,
-    ):
+    async with connect(url, pool) as redis, aclosing(kind(redis, pool).changes()) as changes:
 
         async def following() -> T:
             async with asyncio.timeout(PATIENCE_S):

@@ -134,9 +134,7 @@ async def test_blocks_of_an_older_poller_are_skipped(
         await later.holds({1, 2})
 
 
-async def test_poller_writes_no_blocks_of_another_pollers_replica(
-    url: str,
-) -> None:
+async def test_poller_writes_no_blocks_of_another_pollers_replica(url: str) -> None:
     async with router(url) as follower, publishing(url) as into:
         for number in (1, 2):
             blocks = KvBlocks(Random(number), monotonic)
@@ -156,9 +154,7 @@ async def test_kv_stream_state_passes_to_next_poller(redis_client: Redis) -> Non
     assert 0 < await redis_client.ttl(Keys("test").kv_stream + replica(1)) <= LIFE_S
 
 
-async def test_poller_that_takes_over_many_replicas_loads_all_positions(
-    url: str,
-) -> None:
+async def test_poller_that_takes_over_many_replicas_loads_all_positions(url: str) -> None:
     many = [replica(number) for number in range(1, 151)]  # redis-py opens 100 connections at most
     async with publishing(url) as into:
         for each in many:

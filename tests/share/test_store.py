@@ -153,11 +153,7 @@ async def test_refused_login_is_logged_with_the_setting_and_without_password(
     ids=["empty", "cut", "list", "negative", "zero", "huge", "nan"],
 )
 async def test_garbage_state_is_skipped_with_one_line(
-    url: str,
-    redis_client: Redis,
-    writer: StateWriter,
-    logged: Logged,
-    garbage: bytes,
+    url: str, redis_client: Redis, writer: StateWriter, logged: Logged, garbage: bytes
 ) -> None:
     await writer.put([A])
     await redis_client.set(Keys("test").replica + "garbage", garbage)

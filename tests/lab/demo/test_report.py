@@ -137,10 +137,7 @@ def test_ended_request_has_a_reason(decided: bool, status: int, why: str) -> Non
 def test_access_log_has_the_time_added_by_the_router(
     tmp_path: Path, headers_us: object, body_us: object, added_ms: float | None
 ) -> None:
-    latencies = {
-        "request_header_latency_us": headers_us,
-        "request_body_total_latency_us": body_us,
-    }
+    latencies = {"request_header_latency_us": headers_us, "request_body_total_latency_us": body_us}
     record = LOGGED | latencies
     file = tmp_path / "access.log"
     file.write_text(f"{json.dumps(record)}\n{json.dumps(record | {'method': 'GET'})}\nhalf a l")

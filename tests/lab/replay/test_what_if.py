@@ -147,8 +147,7 @@ def longer_median(every: Sequence[Line]) -> list[Line]:
 def longer_after_waiting(every: Sequence[Line]) -> list[Line]:
     earlier = [replace(line, at=line.at - 60.0) for line in every]
     return edited(
-        earlier,
-        lambda _, line: {"queued_s": 60.0, "seconds": 1.5 * line.seconds, "ttft_s": None},
+        earlier, lambda _, line: {"queued_s": 60.0, "seconds": 1.5 * line.seconds, "ttft_s": None}
     )
 
 

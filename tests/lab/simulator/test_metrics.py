@@ -126,9 +126,7 @@ async def test_each_prompt_counts_as_a_request_with_its_choices(client: ClientSe
 @pytest.mark.parametrize(
     "replica", [replace(SETTINGS, draft_tokens=3, acceptance=1.0)], indirect=True
 )
-async def test_accepted_drafts_are_counted_and_sent_with_their_token(
-    client: ClientSession,
-) -> None:
+async def test_accepted_drafts_are_counted_and_sent_with_their_token(client: ClientSession) -> None:
     whole = json.loads(await complete(client, "word", 9))["choices"][0]["text"]
     lines = (await complete(client, "word", 9, stream=True)).split("\n\n")
     counts = await values(client)

@@ -108,9 +108,7 @@ async def test_slow_fault_sets_the_factor_of_the_engine(
     assert replica.engine.step_model == replica.engine.profile.step.slowed(3)
 
 
-async def test_metrics_fault_delays_only_the_metrics_page(
-    client: ClientSession,
-) -> None:
+async def test_metrics_fault_delays_only_the_metrics_page(client: ClientSession) -> None:
     await reply(client, "/simulate", {"metrics_seconds": [60, 60]})
     metrics = asyncio.ensure_future(client.get("/metrics"))
     await reply(client, CHAT, chat(max_tokens=1))
