@@ -379,12 +379,10 @@ def answer_as_envoy(
     bootstrap: Mapping[str, Any],
     clusters: Sequence[Mapping[str, Any]],
     members: Mapping[str, Mapping[str, object]],
-    **listeners: object,
 ) -> None:
     """Let the replica also answer as the admin address of an Envoy.
 
-    ``members``: health of each member, by cluster and ``host:port``; ``listeners``: further lists
-    of listeners.
+    ``members``: health of each member, by cluster and ``host:port``.
     """
     statuses = [
         {
@@ -396,8 +394,7 @@ def answer_as_envoy(
         }
         for name, hosts in members.items()
     ]
-    dump = dump_of(bootstrap, clusters, **listeners)
-    replica.answers["/config_dump"] = text(json.dumps(dump))
+    replica.answers["/config_dump"] = text(json.dumps(dump_of(bootstrap, clusters)))
     replica.answers["/clusters"] = text(json.dumps({"cluster_statuses": statuses}))
 
 
@@ -420,14 +417,3 @@ async def test_silent_envoy_is_error_with_the_time_waited(
         url = f"http://{replica.id}"
         error, *_ = bad(await check(alone(replica.id), "--envoy-admin", url, status=1))
     assert f"Envoy {url}: no answer within 0.2 s: is Envoy running" in error
-
-
-async def test_refused_update_of_envoy_is_error(check: Check) -> None:
-    state = {"failed_configuration": {}, "details": "duplicate address 0.0.0.0:8080"}
-    refused = [{"name": "openai", "error_state": state}]
-    async with serving() as replica:
-        answer_as_envoy(replica, EditableBootstrap().tree, [], {}, dynamic_listeners=refused)
-        arguments = alone(replica.id), "--envoy-admin", f"http://{replica.id}/"
-        errors = bad(await check(*arguments, status=1))
-    (refusal,) = [error for error in errors if "Envoy refused an update" in error]
-    assert "duplicate address 0.0.0.0:8080" in refusal

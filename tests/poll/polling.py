@@ -2,16 +2,22 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
+from random import Random
 from typing import Any
 
 import aiohttp
 import pytest
 from msgspec import structs
+from prometheus_client import CollectorRegistry
 
 from extproc.config import Config
+from extproc.ground.runtime import started
 from extproc.lab.harness.processes import free_port
+from extproc.poll.destination import Destination
 from extproc.poll.into_redis import run_poller
+from extproc.poll.poller import Poller
+from extproc.poll.scrape import PollMetrics
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
 from extproc.share.replicas import Put, Removed, Snapshot, StateReader
@@ -53,13 +59,9 @@ async def polling(settings: Config) -> AsyncIterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         for constant, seconds in QUICK_AND_PATIENT.items():
             patched.setattr(f"extproc.poll.{constant}", seconds)
-        task = asyncio.create_task(run_poller(settings))
-        try:
+        async with started(run_poller(settings)) as [task]:
             yield
-        finally:
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
+    assert task.cancelled()
 
 
 async def read(poller: Config, path: str = "/metrics") -> tuple[int, str]:
@@ -73,6 +75,11 @@ async def read(poller: Config, path: str = "/metrics") -> tuple[int, str]:
 
 async def metrics_of(poller: Config) -> str:
     return (await read(poller))[1]
+
+
+def poller_of(settings: Config, into: Destination | None = None) -> Poller:
+    metrics = PollMetrics(CollectorRegistry())
+    return Poller(settings, into or Destination(), metrics, Random(1))
 
 
 class PolledView:
@@ -127,11 +134,6 @@ class PolledView:
 @asynccontextmanager
 async def watching(settings: Config) -> AsyncIterator[PolledView]:
     router = PolledView()
-    async with polling(settings):
-        following = asyncio.create_task(router.follow(settings))
-        try:
-            yield router
-        finally:
-            following.cancel()
-            with suppress(asyncio.CancelledError):
-                await following
+    async with polling(settings), started(router.follow(settings)) as [following]:
+        yield router
+    assert following.cancelled()

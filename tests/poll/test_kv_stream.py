@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import zmq
 import zmq.asyncio
-from prometheus_client import CollectorRegistry
 
 from extproc.config import Config
 from extproc.ground.clock import monotonic
@@ -21,11 +20,10 @@ from extproc.poll.discovery import Target
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.kv_events import Event
 from extproc.poll.kv_stream import KvStream
-from extproc.poll.poller import Poller
 from extproc.poll.replica import PollContext, PolledReplica
-from extproc.poll.scrape import PollMetrics
 from extproc.replica_state import ReplicaState
 from tests.conftest import Logged
+from tests.poll.polling import poller_of
 from tests.poll.test_kv_blocks import CLEARED, KEYS, after, as_arrays, as_maps, removed, stored
 from tests.waiting import PATIENCE_S, until
 
@@ -159,13 +157,9 @@ async def engine() -> AsyncIterator[EventPublisher]:
 @asynccontextmanager
 async def following(engine: EventPublisher, saved: bytes = b"") -> AsyncIterator[Followed]:
     followed = Followed(engine, saved)
-    task = asyncio.create_task(followed.stream.run())
-    try:
+    async with started(followed.stream.run()) as [task]:
         yield followed
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-        assert task.cancelled()
+    assert task.cancelled()
 
 
 @pytest.fixture
@@ -388,14 +382,12 @@ async def test_long_replay_is_complete_and_yields_to_other_tasks(
             await asyncio.sleep(0)
 
     monkeypatch.setattr(KvBlocks, "apply", counted)
-    turning = asyncio.create_task(turns())
-    async with following(engine) as followed:
+    async with started(turns()), following(engine) as followed:
         await followed.holds()
         for number in range(5_000):
             tokens = {"token_ids": [number] * 16}
             await engine.publish(stored(0, [number]) | tokens, pushed=False)
         await followed.until(lambda: len(followed.held) == 5_000)
-    turning.cancel()
     assert most <= 2
 
 
@@ -461,8 +453,7 @@ async def test_poller_has_two_sockets_for_each_of_a_thousand_replicas(
 
     monkeypatch.setattr("extproc.poll.poller.PolledReplica", Polled)
     settings = Config.model_validate({"replicas": ["127.0.0.1:9"]})
-    poller = Poller(settings, Destination(), PollMetrics(CollectorRegistry()), Random(1))
-    async with started(poller.run()), asyncio.timeout(PATIENCE_S):
+    async with started(poller_of(settings).run()), asyncio.timeout(PATIENCE_S):
         assert (await made.get()).zmq.get(zmq.MAX_SOCKETS) > 2 * 1000
 
 

@@ -25,7 +25,6 @@ from extproc.poll.destination import Destination
 from extproc.poll.discovery import Target
 from extproc.poll.into_redis import run_poller
 from extproc.poll.metrics_text import PageFigures, ScrapeError, read_metrics
-from extproc.poll.poller import Poller
 from extproc.poll.replica import PollContext, PolledReplica
 from extproc.poll.scrape import PollMetrics
 from extproc.predict.step import PROFILES
@@ -37,7 +36,7 @@ from extproc.share.envelope import Skips
 from extproc.share.replicas import Put, StateReader, StateWriter
 from tests.conftest import Logged, RedisServer, wait_for_redis
 from tests.poll.conftest import Watch
-from tests.poll.polling import SOON, PolledView, config, metrics_of, polling, watching
+from tests.poll.polling import SOON, PolledView, config, metrics_of, poller_of, polling, watching
 from tests.poll.replica import (
     FirstAnswer,
     Handler,
@@ -518,8 +517,7 @@ async def test_first_scrapes_of_many_replicas_are_spread_over_the_interval(
     monkeypatch.setattr("extproc.poll.replica.scrape", scrape)
     ids = [f"127.0.0.{number}:9" for number in range(1, 101)]
     settings = Config.model_validate({"replicas": ids, "poll": {"interval_s": 1.0}})
-    poller = Poller(settings, Destination(), PollMetrics(CollectorRegistry()), Random(1))
-    async with started(poller.run()):
+    async with started(poller_of(settings).run()):
         await until(lambda: len(begun) == len(ids))
     assert max(begun.values()) - min(begun.values()) > 0.3
 

@@ -1,37 +1,23 @@
 """A replica that leaves the pool and returns before its removal was written is not removed."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from random import Random
 
 import pytest
-from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from extproc.config import Config
+from extproc.ground.runtime import started
 from extproc.poll.destination import Destination
-from extproc.poll.poller import Poller
-from extproc.poll.scrape import PollMetrics
 from extproc.replica_state import ReplicaState
 from extproc.share.replicas import StateReader, StateWriter
 from tests.conftest import RedisServer
+from tests.poll.polling import poller_of
 from tests.poll.replica import serving
 from tests.share.servers import publishing
 from tests.waiting import PATIENCE_S, until_read
 
 RETURNED, LEFT, NEW = (ReplicaState(id=f"10.0.0.{number}:8000") for number in range(3))
-
-
-@asynccontextmanager
-async def running(poller: Poller) -> AsyncIterator[None]:
-    task = asyncio.create_task(poller.run())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest.mark.process
@@ -88,7 +74,7 @@ async def test_poller_cancels_the_removal_of_a_replica_that_returns(
         file.write_text(f"['{replica.id}']")
         settings = Config.model_validate({"replicas_file": file})
         calls = Calls()
-        async with running(Poller(settings, calls, PollMetrics(CollectorRegistry()), Random(1))):
+        async with started(poller_of(settings, calls).run()):
             await calls.until("put")
             file.write_text("[]")
             await calls.until("remove")

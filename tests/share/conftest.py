@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from extproc.config import Config, RedisSettings
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import monotonic, wall
+from extproc.ground.runtime import started
 from extproc.observe.history import Delays
 from extproc.observe.metrics import RouterMetrics
 from extproc.predict.lengths import OutputLengths
@@ -118,13 +119,9 @@ async def router(
         fleet.members_known.set()
     config = Config.model_validate({"pool": "test", "redis": {"url": url}})
     metrics = RouterMetrics(registry or CollectorRegistry())
-    task = asyncio.create_task(share(config, fleet, metrics, Delays(monotonic)))
-    try:
+    async with started(share(config, fleet, metrics, Delays(monotonic))) as [task]:
         yield fleet
-    finally:
-        task.cancel()
-        (ended,) = await asyncio.gather(task, return_exceptions=True)
-        assert isinstance(ended, asyncio.CancelledError)
+    assert task.cancelled()
 
 
 @pytest.fixture

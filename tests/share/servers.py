@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from extproc.config import Config, RedisSettings
+from extproc.ground.runtime import started
 from extproc.lab.harness.processes import Process, flags, free_port, listening, redis_binary
 from extproc.poll.into_redis import IntoRedis
 from extproc.share.assignment import Assigner
@@ -238,9 +239,5 @@ async def publishing(url: RedisSettings | str, pool: str = "test") -> AsyncItera
         patched.setattr(Assigner, "lapsed", False)
         async with connect(url, pool) as redis:
             publisher = IntoRedis(redis, Config(pool=pool), "")
-            task = asyncio.create_task(publisher.run())
-            try:
+            async with started(publisher.run()):
                 yield publisher
-            finally:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from extproc.fleet.held_blocks import NUMBERS, BlockUpdate, HeldBlocks
 from extproc.ground.clock import monotonic, wall
-from extproc.ground.runtime import in_turns
+from extproc.ground.runtime import in_turns, started
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.share import blocks as shared
 from extproc.share.blocks import BLOCKS, LIFE_S, BlockReader, BlockWriter, ReplicaBlockUpdate
@@ -65,11 +65,11 @@ class FollowingRouter:
 @asynccontextmanager
 async def router(url: str) -> AsyncIterator[FollowingRouter]:
     follower = FollowingRouter()
-    async with connect(url, "test") as redis, asyncio.TaskGroup() as tasks:
+    async with connect(url, "test") as redis:
         reader = BlockReader(redis, "test", follower.blocks)
-        following = tasks.create_task(follower.follow(reader))
-        yield follower
-        following.cancel()
+        async with started(follower.follow(reader)) as [following]:
+            yield follower
+    assert following.cancelled()
 
 
 Tell = Callable[..., Awaitable[set[str]]]
@@ -203,12 +203,11 @@ async def test_router_applies_few_blocks_of_a_whole_list_in_a_turn(
                 held.append(fleet.blocks.count(replica(1)) or 0)
                 await asyncio.sleep(0)
 
-        counting = asyncio.create_task(count())
-        for number, blocks in enumerate((1, 65_536, 30_000)):
-            assert not number or await redis_client.client_kill_filter(_type="pubsub")
-            await write(*[whole(number, {*range(blocks)})] * 2)
-            await until(partial(held.__contains__, blocks))
-        counting.cancel()
+        async with started(count()):
+            for number, blocks in enumerate((1, 65_536, 30_000)):
+                assert not number or await redis_client.client_kill_filter(_type="pubsub")
+                await write(*[whole(number, {*range(blocks)})] * 2)
+                await until(partial(held.__contains__, blocks))
     assert max(abs(after - before) for before, after in pairwise(held)) <= 2048
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from extproc import cli
 from extproc.lab.replay.comparison import Difference
 from extproc.lab.replay.figures import FIGURES
 from extproc.lab.replay.play import play
@@ -20,6 +19,7 @@ from extproc.lab.replay.what_if import Change, ChangeEffect, changed
 from extproc.observe.record import Line, RefusedLine, ReplicaLine, RequestLine, text_of
 from extproc.predict.inputs import Floats
 from extproc.predict.step import PROFILES
+from tests.conftest import Cli
 from tests.lab.replay.record import (
     A10,
     BEGAN,
@@ -57,12 +57,12 @@ def one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def what_if(capsys: pytest.CaptureFixture[str]) -> WhatIf:
+def what_if(cli: Cli) -> WhatIf:
     """Runs the command and returns its JSON."""
 
     def run(folder: Path, *options: str, status: int = 0) -> dict[str, Any]:
-        assert cli.main(["what-if", str(folder), "--json", *options]) == status
-        return dict(json.loads(capsys.readouterr().out))
+        printed, _ = cli("what-if", folder, "--json", *options, status=status)
+        return dict(json.loads("\n".join(printed)))
 
     return run
 
@@ -162,16 +162,15 @@ def longer_after_waiting(every: Sequence[Line]) -> list[Line]:
 def test_replay_far_from_the_record_shows_its_error_and_predicts_no_change(
     busy: Sequence[Line],
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
     wrong: Callable[[Sequence[Line]], list[Line]],
     where: str,
 ) -> None:
     folder = write(tmp_path / "record", wrong(busy))
-    assert cli.main(["what-if", str(folder), "--more", "a"]) == 1
-    output = capsys.readouterr()
-    assert "\n  off by " in output.out
-    assert "one more" not in output.out
-    assert where in output.err
+    printed, errors = cli("what-if", folder, "--more", "a", status=1)
+    assert any(line.startswith("  off by ") for line in printed)
+    assert "one more" not in "\n".join(printed)
+    assert where in "\n".join(errors)
 
 
 @pytest.mark.usefixtures("one_seed")
@@ -326,15 +325,15 @@ def test_files_of_several_routers_are_merged(
 
 
 def test_folder_of_several_pools_needs_the_name_of_one(
-    busy: Sequence[Line], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    busy: Sequence[Line], tmp_path: Path, cli: Cli
 ) -> None:
     folder = write(tmp_path / "record", busy)
     write(folder, [replace(start(), pool="chat"), *busy[1:9]], "chat-50051")
-    assert cli.main(["what-if", str(folder)]) == 2
-    assert "several pools, chat, default: choose with --pool" in capsys.readouterr().err
+    _, (error,) = cli("what-if", folder, status=2)
+    assert "several pools, chat, default: choose with --pool" in error
     assert read(folder, "default").requests == served(busy)
-    assert cli.main(["what-if", str(folder / "none")]) == 2
-    assert "does not exist: name the folder that is record.path" in capsys.readouterr().err
+    _, (error,) = cli("what-if", folder / "none", status=2)
+    assert "does not exist: name the folder that is record.path" in error
 
 
 def test_record_begins_when_every_router_writes(busy: Sequence[Line], tmp_path: Path) -> None:
@@ -383,7 +382,7 @@ def test_keys_of_answers_and_tokens_per_key_are_taken_from_other_requests() -> N
 
 
 def test_figures_exclude_cut_answers(
-    busy: Sequence[Line], tmp_path: Path, record: Path, what_if: WhatIf
+    busy: Sequence[Line], tmp_path: Path, record: Path, what_if: WhatIf, cli: Cli
 ) -> None:
     def edit(number: int, _: RequestLine) -> dict[str, Any]:
         cut = {"seconds": 0.01, "cut": True, "complete": False}
@@ -393,15 +392,13 @@ def test_figures_exclude_cut_answers(
     assert part["requests"] < 0.7 * whole["requests"]
     assert abs(part["replay"]["completion_s"]["off"]["p95"]) < 0.02
     all_cut = edited(busy, lambda *_: {"cut": True, "complete": False})
-    assert cli.main(["what-if", str(write(tmp_path / "all-cut", all_cut))]) == 2
+    cli("what-if", write(tmp_path / "all-cut", all_cut), status=2)
 
 
 @pytest.mark.usefixtures("one_seed")
-def test_short_record_warns_of_unreliable_bounds(
-    record: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cli.main(["what-if", str(record), "--more", "a"])
-    assert "record for longer" in capsys.readouterr().out
+def test_short_record_warns_of_unreliable_bounds(record: Path, cli: Cli) -> None:
+    printed, _ = cli("what-if", record, "--more", "a")
+    assert "record for longer" in "\n".join(printed)
 
 
 def test_change_and_its_effect_are_printed() -> None:
@@ -460,13 +457,12 @@ def test_change_is_predicted_with_the_requests_that_were_refused(
 
 
 def test_parts_that_are_not_replayed_are_named_with_the_reason(
-    busy: Sequence[Line], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    busy: Sequence[Line], tmp_path: Path, cli: Cli
 ) -> None:
     earlier = replace(start("random"), at=BEGAN - 120.0)
     refused = [RefusedLine(BEGAN + number, "saturated") for number in range(3)]
     folder = write(tmp_path / "record", [earlier, *busy, *refused])
-    assert cli.main(["what-if", str(folder)]) == 0
-    output = capsys.readouterr().out
+    output = "\n".join(cli("what-if", folder)[0])
     assert "not used: the first 2.0 min of the record, because the configuration differed" in output
     assert "excluded: 3 requests, refused (saturated)" in output
 
@@ -485,16 +481,15 @@ def test_parts_that_are_not_replayed_are_named_with_the_reason(
     ids=str,
 )
 def test_impossible_change_fails_before_the_replay(
-    record: Path, capsys: pytest.CaptureFixture[str], options: list[str], error: str
+    record: Path, cli: Cli, options: list[str], error: str
 ) -> None:
-    assert cli.main(["what-if", str(record), *options]) == 2
-    output = capsys.readouterr()
-    assert error in output.err
-    assert not output.out
+    printed, (line,) = cli("what-if", record, *options, status=2)
+    assert error in line
+    assert not printed
 
 
 def test_overloaded_replicas_are_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replica 2 decodes a token in a minute: in the record, replica 1 serves all requests."""
     monkeypatch.setattr("extproc.lab.replay.simulation._LONGEST_DRAIN", 600.0)
@@ -503,8 +498,7 @@ def test_overloaded_replicas_are_an_error(
     began.config["poll"] = {"interval_s": 1.0}
     unstreamed = [replace(line, stream=False) for line in requests(1.0, 30.0)]
     folder = write(tmp_path / "record", lines([A10], began, unstreamed, [slow]))
-    assert cli.main(["what-if", str(folder), "--less", "a"]) == 2
-    (error,) = capsys.readouterr().err.splitlines()
+    _, (error,) = cli("what-if", folder, "--less", "a", status=2)
     assert "the replicas are overloaded" in error
 
 
@@ -518,10 +512,8 @@ def test_overloaded_replicas_are_an_error(
         ("", "holds no record"),
     ],
 )
-def test_file_without_a_record_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, error: str
-) -> None:
+def test_file_without_a_record_is_an_error(tmp_path: Path, cli: Cli, text: str, error: str) -> None:
     file = tmp_path / "some.jsonl"
     file.write_text(text)
-    assert cli.main(["what-if", str(file)]) == 2
-    assert error in capsys.readouterr().err
+    _, (line,) = cli("what-if", file, status=2)
+    assert error in line
