@@ -99,9 +99,9 @@ class QueuedRouter:
         self.fleet.release(ticket)
         self.queue.request_ended(where)
 
-    def pass_s(self, seconds: float) -> None:
+    def pass_s(self, seconds: float, **figures: Any) -> None:
         self.clock.advance(seconds)
-        self.poll()
+        self.poll(**figures)
         self.queue.sweep()
 
     def poll(self, *only: int, **figures: Any) -> None:
@@ -219,9 +219,7 @@ def test_refusal_frees_the_place_that_the_request_reserved() -> None:
     system.send("large", priority=1)
     system.send("small", prompt=500)
     assert system.dispatched == ["first"]
-    system.clock.advance(59.5)
-    system.poll(steps=1.0)
-    system.queue.sweep()
+    system.pass_s(59.5, steps=1.0)
     assert [*system.refused] == ["large"]
     assert system.dispatched == ["first", "small"]
 
@@ -242,9 +240,7 @@ def test_few_of_many_refusals_at_once_are_decided_anew() -> None:
             return decide(place)
 
         entry.decide = waits
-    system.clock.advance(59.5)
-    system.poll(steps=1.0)
-    system.queue.sweep()
+    system.pass_s(59.5, steps=1.0)
     assert len(system.refused) == 100
     assert len(decided) < 20
 
@@ -435,13 +431,9 @@ def test_one_request_beyond_a_full_batch_reveals_a_larger_batch() -> None:
     system.poll(max_num_seqs=4, kv_usage=0.05)
     for name in "abcdefg":
         system.send(name, prompt=50)
-    system.clock.advance(1.0)
-    system.poll(max_num_seqs=4, kv_usage=0.05, running=4, waiting=1)
-    system.queue.sweep()
+    system.pass_s(1.0, max_num_seqs=4, kv_usage=0.05, running=4, waiting=1)
     assert system.dispatched == [*"abcde"], "four run, and one waits for the next place"
-    system.clock.advance(1.0)
-    system.poll(max_num_seqs=5, kv_usage=0.05, running=5)
-    system.queue.sweep()
+    system.pass_s(1.0, max_num_seqs=5, kv_usage=0.05, running=5)
     assert system.dispatched == [*"abcdef"]
 
 
