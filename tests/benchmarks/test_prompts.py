@@ -124,6 +124,5 @@ def test_body_has_the_answer_length_only_with_known_lengths() -> None:
 
 
 def shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common prefix."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))

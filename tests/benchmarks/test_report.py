@@ -22,8 +22,6 @@ PICTURE = "figures.png"
 
 
 class ReportPage:
-    """Text and links of a page in Markdown."""
-
     def __init__(self, text: str) -> None:
         self.text = plain(text)
         self.links = re.findall(r"\]\(([^)]*)\)", text)

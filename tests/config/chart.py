@@ -42,7 +42,6 @@ Manifest = dict[str, Any]
 
 
 def files(name: str = "extproc", namespace: str = "default", **values: Any) -> dict[str, str]:
-    """Files that Helm renders from the chart, by template."""
     return _rendered(name, namespace, json.dumps(values))
 
 
@@ -80,7 +79,6 @@ def container(deployment: Manifest) -> Manifest:
 
 
 def plain() -> str:
-    """Manifests for those who do not use Helm."""
     order = ["config.yaml", "redis.yaml", "router.yaml", "poller.yaml", "eds.yaml", "envoy.yaml"]
     made = files()
     text = "---\n".join(made[name].strip("\n") + "\n" for name in order)

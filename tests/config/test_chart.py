@@ -29,7 +29,6 @@ COMPONENT = "app.kubernetes.io/component"
 
 
 def config(objects: list[Manifest], directory: Path) -> Config:
-    """The configuration of a release, with certificates in this directory."""
     (text,) = (item["data"]["extproc.yaml"] for item in objects if title(item).endswith("-config"))
     if "/etc/tls/extproc" in text:
         certificate, key = Authority(directory / "ca").sign("extproc-router")

@@ -16,7 +16,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-it-works.md"
 
 
 def scored(cached_on_c: float) -> tuple[Prediction, Floats]:
-    """Returns predictions and scores for A, B and C."""
     fleet = fleet_of(ManualClock(), "llama-8b-h100", "llama-8b-h100", "llama-8b-a10")
     view, profile = fleet.view(MODEL), chat(1000, 201)
     view.batch[0], view.decode_step[0], view.taken[0] = 8, 7.036e-3, 8_000

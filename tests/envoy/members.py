@@ -17,7 +17,6 @@ class EnvoyMembers:
         self._names = names
 
     async def clusters(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the states of members, by cluster."""
         url = f"{self._admin}/clusters?format=json"
         async with aiohttp.ClientSession() as session, session.get(url) as response:
             found = (await response.json(content_type=None))["cluster_statuses"]

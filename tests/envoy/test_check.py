@@ -96,7 +96,6 @@ class EditableBootstrap:
         return self
 
     def add_router(self, port: int) -> Self:
-        """Add a router on the same host."""
         endpoints = self.router["load_assignment"]["endpoints"][0]["lb_endpoints"]
         endpoints.append(copy.deepcopy(endpoints[0]))
         endpoints[-1]["endpoint"]["address"]["socket_address"]["port_value"] = port
@@ -127,7 +126,6 @@ class EditableBootstrap:
         return self
 
     def add_enabled_ext_proc(self) -> Self:
-        """Add another filter for all routes."""
         config = {**self.ext_proc, "message_timeout": "0.5s"}
         self.filters.insert(0, {"name": "other", "typed_config": config})
         return self
@@ -155,7 +153,6 @@ class EditableBootstrap:
         return self
 
     def copy_listener(self, without: int) -> Self:
-        """Add a copy of the listener that lacks one of the filters."""
         listener = copy.deepcopy(self.listener) | {"name": "second"}
         del listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"][without]
         self.tree["static_resources"]["listeners"].append(listener)
@@ -197,7 +194,6 @@ class EditableBootstrap:
         return self
 
     def removing_filter(self, header: str) -> dict[str, Any]:
-        """Return a filter that removes a header."""
         filter: dict[str, Any] = copy.deepcopy(self.filters[2])
         filter["typed_config"]["mutations"]["request_mutations"] = [{"remove": header}]
         return filter
@@ -233,7 +229,6 @@ PER_ROUTE = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtPr
 
 
 def per_filter(kind: str = FILTER_CONFIG, **config: object) -> dict[str, object]:
-    """Return settings of the ext_proc filter for a route."""
     named = {"envoy.filters.http.ext_proc": {"@type": kind, **config}}
     return {"typed_per_filter_config": named}
 

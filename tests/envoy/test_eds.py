@@ -44,7 +44,6 @@ def request(*names: str, answering: DiscoveryResponse | None = None, refusal: st
 
 
 def encoded(assignment: bytes) -> Callable[[], bytes]:
-    """Return a function that encodes an assignment."""
     return lambda: assignment
 
 
@@ -131,8 +130,6 @@ def test_servers_give_equal_lists_equal_versions() -> None:
 
 
 class RunningEds(NamedTuple):
-    """A server and a channel to it."""
-
     server: EdsServer
     channel: grpc.aio.Channel
 
@@ -141,7 +138,6 @@ class RunningEds(NamedTuple):
 
 
 async def response(call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> DiscoveryResponse:
-    """Return the next response of the stream."""
     async with asyncio.timeout(PATIENCE_S):
         raw = await call.read()
     assert raw is not EOF, "the stream ended"

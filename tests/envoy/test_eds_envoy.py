@@ -177,7 +177,6 @@ async def started(directory: Path, settings: Mapping[str, object]) -> AsyncItera
 
 @asynccontextmanager
 async def instance(directory: Path, settings: Mapping[str, object]) -> AsyncIterator[int]:
-    """Run ``extproc eds``; yield its port."""
     async with started(directory, settings) as port:
         await until(listening(port))
         yield port
@@ -260,7 +259,6 @@ async def test_each_pool_is_a_resource_of_eds(
 
 @asynccontextmanager
 async def proxied_instance(directory: Path, redis: RedisServer) -> AsyncIterator[tuple[Proxy, int]]:
-    """Run ``extproc eds`` behind a proxy to Redis of its own."""
     async with (
         proxied(redis.port) as proxy,
         instance(directory, {"redis.url": f"redis://127.0.0.1:{proxy.port}/0"}) as port,
@@ -274,7 +272,6 @@ def cut_off(proxy: Proxy) -> None:
 
 
 async def reports(port: int, status: int) -> None:
-    """Wait until the health service at this port reports the status."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         health = health_pb2_grpc.HealthStub(channel)
 

@@ -245,8 +245,6 @@ async def post(
 
 
 class RoutedPair(NamedTuple):
-    """A fake router, and an Envoy with two replicas."""
-
     router: FakeRouter
     url: str
     a: str

@@ -50,7 +50,6 @@ def written(file: Path, settings: Config) -> Path:
 
 
 def alone(*replicas: object, **more: object) -> Config:
-    """Return settings of a router without Redis."""
     return Config.model_validate({"state": "memory", "replicas": replicas, **more})
 
 

@@ -34,7 +34,6 @@ def bootstrap(whole: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _documented(language: str, word: str) -> str:
-    """Return the code block of the page that contains the word."""
     blocks = re.findall(rf"^```{language}\n(.*?)^```$", _PAGE.read_text(), re.DOTALL | re.MULTILINE)
     (found,) = [block for block in blocks if word in block]
     return str(found)

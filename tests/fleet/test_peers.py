@@ -26,8 +26,6 @@ WHOLE_S = 0.6  # seconds after which a router's next digest is a whole sent
 
 
 class Sent(NamedTuple):
-    """Request in flight."""
-
     router: int
     replica: int
     ticket: Ticket

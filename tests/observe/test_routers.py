@@ -56,7 +56,6 @@ def second() -> Services:
 
 @pytest.fixture
 async def publish(redis_client: Redis, monkeypatch: pytest.MonkeyPatch) -> Publish:
-    """Stores the digest of a router in Redis."""
     monkeypatch.setattr(digests, "_LIFE_MS", 60_000)
 
     async def publish(process: str, admin: str, pool: str = "default") -> None:

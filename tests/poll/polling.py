@@ -65,7 +65,6 @@ async def polling(settings: Config) -> AsyncIterator[None]:
 
 
 async def read(poller: Config, path: str = "/metrics") -> tuple[int, str]:
-    """Returns status and text of a page of the poller."""
     async with (
         aiohttp.ClientSession() as session,
         session.get(f"http://{poller.poll.admin}{path}") as response,
@@ -83,8 +82,6 @@ def poller_of(settings: Config, into: Destination | None = None) -> Poller:
 
 
 class PolledView:
-    """States that a router holds."""
-
     def __init__(self) -> None:
         self.states: dict[str, ReplicaState] = {}
         self.history: list[ReplicaState] = []  # all pushed states

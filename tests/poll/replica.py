@@ -60,8 +60,6 @@ async def hang(_: web.Request) -> web.StreamResponse:
 
 
 class FirstAnswer:
-    """Answers the first request by ``first``, and all others by ``then``."""
-
     def __init__(self, first: Handler, then: Handler) -> None:
         self._first = first
         self._then = then
@@ -77,8 +75,6 @@ class FirstAnswer:
 
 
 class HeldAnswer:
-    """Answers once released."""
-
     def __init__(self, then: Handler) -> None:
         self._then = then
         self.requested, self.released = asyncio.Event(), asyncio.Event()

@@ -60,7 +60,6 @@ def all_maps(events: list[dict[str, Any]]) -> bytes:
 
 
 def after(update: BlockUpdate, held: set[int]) -> set[int]:
-    """Keys that a replica holds after an update."""
     before = set() if update.whole else held
     return before - {*update.removed.tolist()} | {*update.stored.tolist()}
 

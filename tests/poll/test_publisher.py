@@ -41,8 +41,6 @@ async def test_forgotten_replica_stays_in_redis_and_a_removed_one_goes(
 
 
 class Calls(Destination):
-    """Destination that records the poller's calls."""
-
     def __init__(self) -> None:
         super().__init__()
         self._calls: asyncio.Queue[str] = asyncio.Queue()

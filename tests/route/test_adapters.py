@@ -60,7 +60,6 @@ class AdapterFleet:
         return self.fleet.dispatch(replica(number), request(model, tokens))
 
     def serve(self, model: str, number: int) -> None:
-        """Start and end a request."""
         ticket = self.send(model, number)
         self.clock.advance(2.0)
         self.fleet.release(ticket)

@@ -146,7 +146,6 @@ class SharedReplicas:
                 self.observe(node, now)
 
     def end(self) -> None:
-        """End the request that is due first."""
         _, _, node, where, ticket = heappop(self.ends)
         node.fleet.release(ticket)
         node.queue.request_ended(where)
@@ -343,7 +342,6 @@ def test_several_routers_expect_the_wait_that_one_router_expects() -> None:
 
 
 def mean_expected_wait_s(routers: int) -> float:
-    """Return the mean wait that requests expect at their arrival in an overload."""
     pool = SharedReplicas(((MODEL,),) * 2, routers, limits={"longest_s": 60.0})
     pool.play(OfferedRequest(0.3, router=number) for number in range(60))
     return fmean(seen.decision.wait_s for seen in pool.arrived)
@@ -537,7 +535,6 @@ def test_clients_that_leave_do_not_affect_others(
 
 
 def times(pool: SharedReplicas) -> dict[int, tuple[float, str]]:
-    """Return time and replica of each dispatch."""
     sent = zip(pool.sent, pool.sent_at, strict=True)
     return {id(seen.request): (at, seen.decision.replica) for seen, at in sent}
 

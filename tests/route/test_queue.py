@@ -105,7 +105,6 @@ class QueuedRouter:
         self.queue.sweep()
 
     def poll(self, *only: int, **figures: Any) -> None:
-        """Poll all replicas, or ``only`` some."""
         for number in only or range(1, len(self.fleet.members) + 1):
             running = self.fleet.in_flight_on(replica(number))
             kv = {"kv_tokens": 42_000, "kv_usage": 0.6 * min(running, 1)}

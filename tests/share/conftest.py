@@ -104,7 +104,6 @@ async def limited_url(redis_server: RedisServer, redis_client: Redis) -> AsyncIt
 
 
 async def refused_commands(redis: Redis) -> list[bytes]:
-    """Return the commands that Redis refused some user."""
     found = [entry[b"object"] for entry in await command(redis, "ACL", "LOG")]
     return [name for name in found if name != b"client"]  # of redis-py, which goes on; only in 6.2
 

@@ -25,7 +25,6 @@ HOST = "127.0.0.1"
 
 
 async def start(directory: Path, port: int, options: Mapping[str, str]) -> Process:
-    """Start a Redis with these settings beside the usual ones."""
     usual = {"port": str(port), "bind": HOST, "save": "", "appendonly": "no", "dir": str(directory)}
     usual["repl-diskless-sync-delay"] = "0"  # else a primary waits 5 s for more replicas
     log = directory / f"{port}.log"
@@ -180,8 +179,6 @@ async def _cluster_is(client: Redis, field: str, value: str) -> bool:
 
 
 class Proxy:
-    """Proxy in front of a port."""
-
     def __init__(self, behind: int) -> None:
         self._behind = behind
         self.port = 0
@@ -206,7 +203,6 @@ class Proxy:
         await asyncio.gather(self._forward(reader, back_writer), self._forward(back_reader, writer))
 
     def cut(self) -> None:
-        """End all connections."""
         for writer in self._writers:
             with suppress(AttributeError):  # Python 3.11.2: it is closed already
                 writer.transport.abort()

@@ -29,8 +29,6 @@ def long_lives(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class AssignedPoller:
-    """Poller with its heartbeats and last assignment."""
-
     def __init__(
         self,
         redis: Redis,

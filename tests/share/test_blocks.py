@@ -42,8 +42,6 @@ def whole(number: int, stored: set[int]) -> BlockUpdate:
 
 
 class FollowingRouter:
-    """Router that applies the updates it reads."""
-
     def __init__(self) -> None:
         self.blocks = HeldBlocks(monotonic)
         self.held: dict[str, set[int]] = {}

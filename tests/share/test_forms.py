@@ -279,7 +279,6 @@ def mutual_tls(certificate: Path) -> ssl.SSLContext:
 
 
 def make_certificate(file: Path) -> None:
-    """Writes a new key and a self-signed certificate for localhost into the file."""
     key = file.with_name("key.pem")
     subject = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost")
     openssl("req", "-x509", *NEW_KEY, "-days", 1, *subject, "-keyout", key, "-out", file)

@@ -39,7 +39,6 @@ WHY = (
 def decision_record(
     request_id: str, predicted_s: float, replica: str, second: str
 ) -> DecisionRecord:
-    """Decision with the fields that the demo reads."""
     fields: dict[str, Any] = dict.fromkeys(DecisionRecord.__struct_fields__)
     fields |= {"number": 1, "request_id": request_id, "prompt_tokens": 12_345, "why": WHY}
     fields |= {"replica": replica, "second": second, "predicted_completion_s": predicted_s}

@@ -27,7 +27,6 @@ OTHER = SimulatedReplica("other", "llama-8b-h100")
 
 
 async def sent(stack: PatientStack, journal: Journal) -> list[Entry]:
-    """Send five requests, and return their entries."""
     mix = islice(samples(MODEL, 20.0, Random(7)), 50)
     chats = [sample for sample in mix if sample.kind == "chat"]
     answers = await send_all(stack.url, chats[:5], f"after-{len(journal.entries)}")

@@ -58,8 +58,6 @@ def one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def what_if(cli: Cli) -> WhatIf:
-    """Runs the command and returns its JSON."""
-
     def run(folder: Path, *options: str, status: int = 0) -> dict[str, Any]:
         printed, _ = cli("what-if", folder, "--json", *options, status=status)
         return dict(json.loads("\n".join(printed)))

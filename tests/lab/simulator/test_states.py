@@ -28,7 +28,6 @@ ENDPOINTS = {
 async def running(
     client: ClientSession, replica: Replica, *requests: tuple[str, dict[str, Any]]
 ) -> AsyncIterator[list[asyncio.Task[dict[str, Any]]]]:
-    """Tasks of requests that are running on the engine."""
     tasks = [asyncio.create_task(reply(client, *request)) for request in requests]
     await until(lambda: replica.engine.running == len(requests))
     yield tasks

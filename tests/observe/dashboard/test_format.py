@@ -24,7 +24,6 @@ JSON = dict[str, Any]
 
 
 def fields(value: object, at: str = "") -> Iterator[str]:
-    """Paths of all fields of decoded JSON."""
     if isinstance(value, dict):
         for name, each in value.items():
             yield f"{at}.{name}"
@@ -48,8 +47,6 @@ async def test_format_rises_with_each_change_of_a_field(services: Services, rout
 
 
 def of_router(decision: JSON, page: JSON) -> AbstractAsyncContextManager[str]:
-    """The admin address of a router of another version."""
-
     async def decisions(_: web.Request) -> web.Response:
         return web.json_response([decision])
 
