@@ -284,20 +284,16 @@ def test_pods_are_those_of_a_service_or_an_inference_pool(
         ("rediss://:hunter2@host?ssl_cert_reqs=maybe", "required, optional, none"),
         ("rediss://:hunter2@host?ssl_check_hostname=perhaps", "one of yes, true"),
         ("rediss://:hunter2@host?ssl_ca_certs=/no/such/ca.pem", "/no/such/ca.pem: No such file"),
-        (
-            f"rediss://:hunter2@host?ssl_ca_certs={__file__}",
-            f"ssl_ca_certs: {__file__} holds no certificate",
-        ),
-        (
-            f"rediss://:hunter2@host?ssl_certfile={__file__}",
-            f"ssl_certfile: {__file__} holds no certificate",
-        ),
+        (f"rediss://:hunter2@host?ssl_ca_certs={__file__}",
+         f"ssl_ca_certs: {__file__} holds no certificate"),
+        (f"rediss://:hunter2@host?ssl_certfile={__file__}",
+         f"ssl_certfile: {__file__} holds no certificate"),
         (f"rediss://:hunter2@host?ssl_keyfile={__file__}", "without ssl_certfile"),
         ("redis://:hunter2@host?ssl_ca_certs=x", "write rediss"),
         ("redis://host?sentinel_password=hunter2", "unknown option"),
         ("unix://", "write redis://"),
     ],
-)
+)  # fmt: skip
 def test_invalid_redis_url_is_reported_without_password(url: str, reason: str) -> None:
     (problem,) = problems({"redis.url": url})
     assert problem.startswith("--redis.url: ")

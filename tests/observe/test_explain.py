@@ -197,32 +197,16 @@ REASON = "waited 3.200 s at the router: r1 would have needed 98% of its KV cache
     ("requested", "outcome", "remark", "words"),
     [
         ("chat", {}, "", "model chat (served as llama), 10 prompt tokens"),
-        (
-            "",
-            {"served_by": replica(2), "status": 503},
-            "[served by r2, answered with status 503]",
-            "served by r2 (10.0.0.2:8000) with status 503",
-        ),
-        (
-            "",
-            WAITED,
-            f"[{REASON}]",
-            f"happened {REASON}, no response yet, or the router did not see it",
-        ),
-        (
-            "",
-            {"status": 503},
-            "[answered with status 503]",
-            "happened answered with status 503, by no known replica",
-        ),
-        (
-            "",
-            WAITED | {"served_by": replica(1), "status": 200},
-            f"[{REASON}]",
-            f"happened {REASON}, served by r1 (10.0.0.1:8000) with status 200",
-        ),
+        ("", {"served_by": replica(2), "status": 503}, "[served by r2, answered with status 503]",
+         "served by r2 (10.0.0.2:8000) with status 503"),
+        ("", WAITED, f"[{REASON}]",
+         f"happened {REASON}, no response yet, or the router did not see it"),
+        ("", {"status": 503}, "[answered with status 503]",
+         "happened answered with status 503, by no known replica"),
+        ("", WAITED | {"served_by": replica(1), "status": 200}, f"[{REASON}]",
+         f"happened {REASON}, served by r1 (10.0.0.1:8000) with status 200"),
     ],
-)
+)  # fmt: skip
 async def test_alias_and_outcome_are_shown(
     services: Services, show: Run, requested: str, outcome: dict[str, Any], remark: str, words: str
 ) -> None:

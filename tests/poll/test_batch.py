@@ -31,31 +31,23 @@ NINE_STILL_RUN = polled(40, running=9, generated_tokens=300.0)
     [
         pytest.param((polled(10), polled(20)), 4, id="full in two polls"),
         pytest.param((polled(10), polled(20, running=3)), 4, id="first poll has more"),
-        pytest.param(
-            (polled(10, running=3), polled(20), polled(30, running=3, waiting=0)), 4, id="full once"
-        ),
+        pytest.param((polled(10, running=3), polled(20), polled(30, running=3, waiting=0)), 4,
+            id="full once"),
         pytest.param((polled(10), polled(20), NINE_RUN, NINE_STILL_RUN), 9, id="refuted"),
-        pytest.param(
-            (polled(10), polled(20), structs.replace(NINE_RUN, waiting=0)),
-            0,
-            id="refuted, not full",
-        ),
+        pytest.param((polled(10), polled(20), structs.replace(NINE_RUN, waiting=0)), 0,
+            id="refuted, not full"),
         pytest.param((polled(10), polled(20, waiting=0)), 0, id="nobody waits any more"),
         pytest.param((polled(10, waiting=0), polled(20)), 0, id="nobody waited before"),
         pytest.param((polled(10), polled(10)), 0, id="engine is paused"),
         pytest.param((polled(10), polled(20, kv_usage=0.95)), 0, id="KV cache is full"),
         pytest.param((polled(10), polled(12)), 0, id="too few steps"),
-        pytest.param(
-            (polled(5, running=9, waiting=0), polled(10), polled(20)), 0, id="nine ran before"
-        ),
+        pytest.param((polled(5, running=9, waiting=0), polled(10), polled(20)), 0,
+            id="nine ran before"),
         pytest.param((polled(10), polled(20, running=5)), 0, id="fifth is in prefill"),
-        pytest.param(
-            (polled(10), polled(20, generated_tokens=120.0, accepted_tokens=60.0)),
-            0,
-            id="only two decode",
-        ),
+        pytest.param((polled(10), polled(20, generated_tokens=120.0, accepted_tokens=60.0)), 0,
+            id="only two decode"),
     ],
-)
+)  # fmt: skip
 def test_batch_limit_is_learned_from_polls_of_one_process(
     polls: tuple[PageFigures, ...], expected: int
 ) -> None:

@@ -165,27 +165,18 @@ IMAGE = {"extra_keys": [None, [["digest", 20]], None]}
     ("events", "held"),
     [
         pytest.param([stored(0, LONG), removed(12)], [0], id="hash in bytes or as a number"),
-        pytest.param(
-            [stored(0, [1, 2, 3], **IMAGE), stored(3, [4], parent=3), removed(2, 4)],
-            [0],
-            id="image",
-        ),
+        pytest.param([stored(0, [1, 2, 3], **IMAGE), stored(3, [4], parent=3), removed(2, 4)], [0],
+         id="image"),
         pytest.param([{"type": "BlockMoved", "to": "CPU"}, stored(0, [11])], [0], id="other event"),
         pytest.param([stored(0, [11, 12], **SLIDING), stored(0, [11], **FULL)], [0], id="sliding"),
         pytest.param([stored(0, [11, 12], **FULL), removed(12, group_idx=0)], [0, 1], id="group"),
         pytest.param([stored(0, [11, 12], **FULL), removed(12, group_idx=1)], [0], id="own group"),
-        pytest.param(
-            [stored(0, [11], **FULL), stored(1, [12], parent=11, medium="CPU", **FULL)],
-            [0],
-            id="stored on the CPU",
-        ),
-        pytest.param(
-            [stored(0, [11], **FULL), removed(11, medium="CPU", group_idx=1)],
-            [0],
-            id="removed from the CPU",
-        ),
+        pytest.param([stored(0, [11], **FULL), stored(1, [12], parent=11, medium="CPU", **FULL)],
+         [0], id="stored on the CPU"),
+        pytest.param([stored(0, [11], **FULL), removed(11, medium="CPU", group_idx=1)], [0],
+         id="removed from the CPU"),
     ],
-)
+)  # fmt: skip
 def test_blocks_held_after_events(events: list[dict[str, Any]], held: list[int]) -> None:
     received = ReceivedBlocks()
     received.apply(*events)

@@ -101,20 +101,14 @@ ADVICE = "Please try again later or on a different instance."
 @pytest.mark.parametrize(
     ("replica", "limit", "message"),
     [
-        (
-            replace(SETTINGS, max_num_queued_reqs=2),
-            "max_num_queued_reqs",
-            f"The engine is currently busy and cannot accept new requests. {ADVICE}",
-        ),
-        (
-            replace(SETTINGS, max_num_queued_tokens=1),
-            "max_num_queued_tokens",
-            f"The engine has reached its prefill token backlog limit. {ADVICE}",
-        ),
+        (replace(SETTINGS, max_num_queued_reqs=2), "max_num_queued_reqs",
+         f"The engine is currently busy and cannot accept new requests. {ADVICE}"),
+        (replace(SETTINGS, max_num_queued_tokens=1), "max_num_queued_tokens",
+         f"The engine has reached its prefill token backlog limit. {ADVICE}"),
     ],
     indirect=["replica"],
     ids=["requests", "tokens"],
-)
+)  # fmt: skip
 async def test_full_queue_answers_503_and_is_healthy(
     client: ClientSession, replica: Replica, limit: str, message: str
 ) -> None:
