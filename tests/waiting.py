@@ -38,3 +38,19 @@ async def until_read(read: Callable[[], Awaitable[T]], holds: Callable[[T], obje
 
     await until(holds_now)
     return values[0]
+
+
+class Changes:
+    """Lets coroutines wait until a condition holds, which can change only when this is noted."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def note(self) -> None:
+        self._event.set()
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds():
+                self._event.clear()
+                await self._event.wait()

@@ -9,7 +9,7 @@ import termios
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, Changes
 
 
 class Terminal:
@@ -18,18 +18,17 @@ class Terminal:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.output = ""
         self._process = process
-        self._more = asyncio.Event()
+        self._changes = Changes()
 
     def read(self, data: bytes) -> None:
         self.output += data.decode(errors="replace")
-        self._more.set()
+        self._changes.note()
 
     async def shows(self, text: str, but_not: str = "\0") -> None:
         """Waits until the last complete screen contains ``text``, and lacks ``but_not``."""
-        async with asyncio.timeout(PATIENCE_S):
-            while text not in (screen := self._screen()) or but_not in screen:
-                self._more.clear()
-                await self._more.wait()
+        await self._changes.until(
+            lambda: text in (screen := self._screen()) and but_not not in screen
+        )
 
     def _screen(self) -> str:
         """Last screen that was drawn to its end."""

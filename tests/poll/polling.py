@@ -1,6 +1,5 @@
 """Pollers that run in the test's process, and the states that a router would hold."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from random import Random
@@ -23,7 +22,7 @@ from extproc.share.connection import connect
 from extproc.share.replicas import Put, Removed, Snapshot, StateReader
 from tests.conftest import RedisServer
 from tests.poll.replica import ScriptedReplica
-from tests.waiting import PATIENCE_S
+from tests.waiting import Changes
 
 QUICK_AND_PATIENT = {
     "replica.BACKOFF_MOST_S": 0.05,
@@ -86,7 +85,7 @@ class PolledView:
         self.states: dict[str, ReplicaState] = {}
         self.history: list[ReplicaState] = []  # all pushed states
         self.removed: list[str] = []
-        self._changed = asyncio.Event()
+        self._changes = Changes()
 
     async def follow(self, settings: Config) -> None:
         async with (
@@ -103,13 +102,10 @@ class PolledView:
                     case Removed(replica_id):
                         self.states.pop(replica_id, None)
                         self.removed.append(replica_id)
-                self._changed.set()
+                self._changes.note()
 
     async def until(self, holds: Callable[[dict[str, ReplicaState]], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not holds(self.states):
-                self._changed.clear()
-                await self._changed.wait()
+        await self._changes.until(lambda: holds(self.states))
 
     async def replica(
         self,

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 
 from extproc.lab.harness.processes import free_port
-from tests.waiting import PATIENCE_S
+from tests.waiting import Changes
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -130,7 +130,7 @@ class ScriptedReplica:
             "/version": text('{"version": "0.32.0"}'),
         }
         self.paths: list[str] = []  # of all requests
-        self._requested = asyncio.Event()
+        self._changes = Changes()
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
@@ -147,14 +147,11 @@ class ScriptedReplica:
     async def requested(self, path: str, more: int) -> None:
         """Waits for this many more requests."""
         count = self.paths.count(path) + more
-        async with asyncio.timeout(PATIENCE_S):
-            while self.paths.count(path) < count:
-                self._requested.clear()
-                await self._requested.wait()
+        await self._changes.until(lambda: self.paths.count(path) >= count)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         self.paths.append(request.path)
-        self._requested.set()
+        self._changes.note()
         return await self.answers[request.path](request)
 
 

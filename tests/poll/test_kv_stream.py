@@ -25,7 +25,7 @@ from extproc.replica_state import ReplicaState
 from tests.conftest import Logged
 from tests.poll.polling import poller_of
 from tests.poll.test_kv_blocks import CLEARED, KEYS, after, as_arrays, as_maps, removed, stored
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, Changes, until
 
 UNKNOWN = "replica's KV blocks are unknown: routers estimate its prefix cache"
 KNOWN = "replica's KV blocks are known again"
@@ -103,7 +103,8 @@ class Followed(Destination):
         self._blocks = KvBlocks(Random(1), monotonic)
         self.stream = KvStream(engine.context, target, self._blocks, self)
         self.held: set[int] = set()
-        self._changed = asyncio.Event()
+        changes = Changes()
+        self._note, self.until = changes.note, changes.until
 
     async def load_blocks(self, replica: str) -> bytes:
         return self.saved
@@ -119,13 +120,7 @@ class Followed(Destination):
     async def blocks_changed(self, replica: str, blocks: KvBlocks) -> None:
         if update := self._blocks.next_update():
             self.held = after(update[0], self.held)
-        self._changed.set()
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not holds():
-                self._changed.clear()
-                await self._changed.wait()
+        self._note()
 
     async def holds(self, *keys: int) -> None:
         await self.until(lambda: self.held == {*keys} and self.stream.number is not None)
