@@ -30,6 +30,7 @@ from tests.fakes import (
     replica,
     state,
 )
+from tests.fleet.test_digests import deliver
 
 
 def decide(fleet: Fleet, policy: str, profile: RequestProfile, seed: int = 1) -> Decision:
@@ -441,9 +442,7 @@ def test_several_routers_do_not_all_choose_the_replica_with_the_fewest_requests(
         return {decision.replica for decision in drawn}
 
     assert choices() == {replica(4)}
-    digest = other.digests.due(clock())
-    assert digest is not None
-    here.receive_digest(digest)
+    deliver(other, here)
     assert len(choices()) > 1
 
 
@@ -508,9 +507,7 @@ def clause(decision: Decision, first: int, second: int, term: str) -> str:
 def test_decision_names_stale_digests_of_other_routers(clock: ManualClock) -> None:
     fleet, other = fleet_of(clock, A10, A10), fleet_of(clock, A10, A10)
     other.dispatch(replica(1), chat(1000, 100))
-    digest = other.digests.due(clock())
-    assert digest is not None
-    fleet.receive_digest(digest)
+    deliver(other, fleet)
     clock.advance(0.05)
     fresh = decide(fleet, "completion", chat(100, 50))
     assert (fresh.replica, fresh.fallback) == (replica(2), "")

@@ -28,6 +28,7 @@ from extproc.route.queue import Queue
 from extproc.route.router import Router
 from extproc.route.waiting import Place, Waiting
 from tests.fakes import A10, MODEL, ManualClock, chat, decided, fleet_of, replica, state
+from tests.fleet.test_digests import deliver
 
 LARGE = 24_000  # prompt tokens: of 42,000 that a replica holds, two such requests do not fit
 
@@ -521,9 +522,7 @@ def test_requests_stay_queued_while_another_router_is_silent() -> None:
     system = QueuedRouter()
     other = fleet_of(system.clock, A10)
     other.dispatch(replica(1), chat(100))
-    digest = other.digests.due(system.clock())
-    assert digest is not None
-    system.fleet.receive_digest(digest)
+    deliver(other, system.fleet)
     system.fill()
     system.send("second")
     system.pass_s(0.5)
