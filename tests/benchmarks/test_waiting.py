@@ -62,34 +62,12 @@ def test_prediction_is_compared_with_the_time_after_the_wait_at_the_router() -> 
     assert summary(simulation, served)["prediction"]["e2e_mape"] < 0.01
 
 
-def test_requests_are_queued_beside_a_replica_that_hangs() -> None:
-    hang, up = {"at": 30.5, "hang": None}, {"at": 50, "up": None}
-    file = a10s(2, *(event | {"replica": "a-0"} for event in (hang, up)))
-    _, served = play(file, trace.read([CONVERSATION], speed=0.9, most=200), hold=True)
-    assert len(served) == 200
-    begun_meanwhile = {each.replica for each in served if 32 < (each.first_token or 0.0) < 50}
-    assert begun_meanwhile == {"a-1"}
-
-
 def test_urgent_requests_overtake_others() -> None:
     by_group = defaultdict(list)
     for request in conversation(0.9, 330, hold=True, urgent=0.3):
         by_group[request.arrival.objective.name].append(request.ttft)
     assert len(by_group["urgent"]) > 100
     assert mean(by_group["urgent"]) < 0.2 * mean(by_group[""])
-
-
-def test_tenants_get_equal_shares_of_full_replicas() -> None:
-    """Tenant 1 sends three times as much as tenant 2; together they send twice the capacity."""
-    requests = [TracedRequest(number / 15, 1000, 60, None) for number in range(300)]
-    ratios = []
-    for hold in (False, True):
-        _, served = play(a10s(2), requests, hold=hold, tenants=[3, 1])
-        begun = [request for request in served if 12 < (request.first_token or 0.0) < 20]
-        first = sum(request.profile.tenant == "tenant 1" for request in begun)
-        ratios.append(first / (len(begun) - first))
-    assert ratios[0] > 2
-    assert 0.8 < ratios[1] < 1.25
 
 
 @pytest.mark.parametrize("seed", [0, 1])
