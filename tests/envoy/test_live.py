@@ -14,7 +14,6 @@ import yaml
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from extproc.cli import main
 from extproc.config import Config
 from extproc.envoy import live, live_envoy
 from extproc.lab.harness.envoy_config import Bootstrap, socket_address
@@ -26,7 +25,7 @@ from extproc.share import assignment
 from extproc.share.connection import Keys, connect
 from extproc.share.drains import DrainStore
 from extproc.share.replicas import StateWriter
-from tests.conftest import RedisServer
+from tests.conftest import Cli, RedisServer
 from tests.e2e.stack import EdsStack, PatientStack, here, patient
 from tests.envoy.members import EnvoyMembers
 from tests.envoy.test_check import EditableBootstrap, dump_of
@@ -60,19 +59,16 @@ def long_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
+def check(tmp_path: Path, cli: Cli) -> Check:
     async def check(settings: Config | Path, *arguments: str, status: int = 0) -> list[str]:
         """Run ``extproc check`` beside the admin address of a router; return the printed
         findings."""
         if isinstance(settings, Config):
             settings = written(tmp_path / "extproc.yaml", settings)
         argv = ["check", "--config", str(settings), *(arguments or ("--live",))]
-        capsys.readouterr()
         async with serve_admin("127.0.0.1:0", CollectorRegistry()) as admin:
             argv += [] if "--serve.admin" in argv else ["--serve.admin", admin]
-            assert await asyncio.to_thread(main, argv) == status
-        output = capsys.readouterr()
-        lines = output.out.splitlines()
+            lines, _ = await asyncio.to_thread(cli, *argv, status=status)
         return [line for line in lines if re.match(r"(error|warning|ok) ", line)]
 
     return check

@@ -7,7 +7,6 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 from prometheus_client import CollectorRegistry
 
-from extproc.cli import main
 from extproc.config import AdminSettings
 from extproc.observe.admin import serve_admin
 from extproc.observe.dashboard.routes import page_routes
@@ -15,6 +14,7 @@ from extproc.observe.decision_log import LoggedDecision
 from extproc.proxy.admin import admin_routes
 from extproc.proxy.services import Services
 from extproc.request.profile import RequestProfile
+from tests.conftest import Cli
 from tests.fakes import chat, decided
 
 Run = Callable[..., Awaitable[list[str]]]
@@ -35,14 +35,13 @@ async def router(services: Services) -> AsyncIterator[str]:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
+def run(cli: Cli) -> Run:
     async def run(*arguments: str, status: int = 0) -> list[str]:
-        assert await asyncio.to_thread(main, [*arguments]) == status
-        output = capsys.readouterr()
-        lines, silent = (output.err, output.out) if status else (output.out, output.err)
-        assert silent == ""
-        assert "\x1b" not in lines
-        return lines.splitlines()
+        printed, errors = await asyncio.to_thread(cli, *arguments, status=status)
+        lines, silent = (errors, printed) if status else (printed, errors)
+        assert silent == []
+        assert not any("\x1b" in line for line in lines)
+        return lines
 
     return run
 

@@ -12,7 +12,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
-from extproc.cli import main
 from extproc.config import AdminSettings, Config
 from extproc.fleet.digest import NOTHING, Digest, DigestKind
 from extproc.lab.harness.processes import free_port
@@ -23,7 +22,7 @@ from extproc.share import digests
 from extproc.share.connection import Keys
 from extproc.share.digests import send_digest
 from tests.certificates import Authority
-from tests.conftest import RedisServer
+from tests.conftest import Cli, RedisServer
 from tests.fakes import ManualClock, chat, state
 from tests.observe.conftest import decide, serving
 from tests.observe.terminal import on_terminal
@@ -75,17 +74,13 @@ async def both(publish: Publish, first: Services, second: Services) -> AsyncIter
 
 
 @pytest.fixture
-def asks(
-    redis_server: RedisServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Asks:
+def asks(redis_server: RedisServer, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Asks:
     """Runs a command with this Redis; returns the lines of stdout and stderr."""
     monkeypatch.setenv("EXTPROC_REDIS__URL", redis_server.url)
     monkeypatch.setenv("EXTPROC_SERVE__ADMIN", f"127.0.0.1:{free_port()}")
 
     async def asks(*arguments: str, status: int = 0) -> tuple[list[str], list[str]]:
-        assert await asyncio.to_thread(main, [*arguments]) == status
-        output = capsys.readouterr()
-        return output.out.splitlines(), output.err.splitlines()
+        return await asyncio.to_thread(cli, *arguments, status=status)
 
     return asks
 

@@ -14,14 +14,13 @@ import pytest
 from msgspec import structs
 from redis.asyncio import Redis
 
-from extproc.cli import main
 from extproc.replica_state import ReplicaState
 from extproc.share.assignment import known_pollers
 from extproc.share.connection import Keys, connect
 from extproc.share.drains import Drains, DrainStore
 from extproc.share.envelope import Skips
 from extproc.share.replicas import StateWriter
-from tests.conftest import Logged, RedisServer
+from tests.conftest import Cli, Logged, RedisServer
 from tests.fakes import ManualClock
 from tests.poll.polling import PolledView, config, polling, watching
 from tests.poll.replica import ScriptedReplica, page, serving, text
@@ -35,16 +34,12 @@ Watched = Callable[..., AbstractAsyncContextManager[PolledView]]
 
 
 @pytest.fixture
-def run(stopped_redis: RedisServer, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(stopped_redis: RedisServer, cli: Cli) -> Run:
     async def run(*arguments: str, status: int = 0) -> str:
         argv = ["replicas", *arguments, "--redis.url", stopped_redis.url]
-        capsys.readouterr()
-        assert await asyncio.to_thread(main, argv) == status
-        output = capsys.readouterr()
-        if status:
-            return output.err
-        assert output.err == ""
-        return output.out
+        printed, errors = await asyncio.to_thread(cli, *argv, status=status)
+        assert status or not errors
+        return "".join(f"{line}\n" for line in (errors if status else printed))
 
     return run
 
