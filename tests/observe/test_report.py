@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from extproc.cli import main
 from extproc.config import Config
 from extproc.lab.harness.processes import free_port
 from extproc.proxy.services import Services
+from tests.conftest import Cli
 from tests.observe.conftest import Run, decide
 from tests.proxy.conftest import router_of
 
@@ -38,10 +38,10 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def report(bundle: Path) -> Report:
+def report(bundle: Path, cli: Cli) -> Report:
     async def report(router: str, *arguments: str) -> dict[str, str]:
-        argv = ["report", "--router", router, "--output", str(bundle), *arguments]
-        assert await asyncio.to_thread(main, argv) == 0
+        words = "report", "--router", router, "--output", bundle, *arguments
+        await asyncio.to_thread(cli, *words)
         return unpacked(bundle)
 
     return report

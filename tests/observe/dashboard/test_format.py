@@ -12,11 +12,11 @@ from aiohttp import ClientSession, web
 from msgspec.json import decode, encode
 from prometheus_client import CollectorRegistry
 
-from extproc.cli import main
 from extproc.observe.admin import serve_admin
 from extproc.observe.dashboard.snapshot import snapshot
 from extproc.observe.decision import FORMAT
 from extproc.proxy.services import Services
+from tests.conftest import Cli
 from tests.fakes import chat
 from tests.observe.conftest import decide
 
@@ -85,50 +85,44 @@ REMARK = f"the router has another version (format {{}}, here {FORMAT}): fields t
 EXPLAIN = pytest.mark.parametrize("arguments", [("explain",), ("explain", "the-id")])
 
 
-async def assert_explained(
-    decision: JSON, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+async def assert_explained(decision: JSON, arguments: tuple[str, ...], cli: Cli) -> None:
     """Run ``extproc explain`` beside a router of another format; it shows the decision and says
     so."""
     async with of_router(decision, {}) as address:
-        await run(*arguments, "--router", address)
-    output = capsys.readouterr()
-    assert "the-id" in output.out
-    (line,) = output.err.splitlines()
+        printed, (line,) = await asyncio.to_thread(cli, *arguments, "--router", address)
+    assert "the-id" in "\n".join(printed)
     assert line.startswith(f"extproc explain: {REMARK.format(decision.get('version', 0))}")
 
 
 @EXPLAIN
 async def test_explain_of_older_router_shows_what_both_know(
-    written: tuple[JSON, JSON], arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    written: tuple[JSON, JSON], arguments: tuple[str, ...], cli: Cli
 ) -> None:
     decision = older(written[0], {"number", "request_id", "decided_at", "replica", "candidates"})
     assert "version" not in decision
     for candidate in decision["candidates"]:
         del candidate["kv_usage"], candidate["terms_s"]["avoidable"]
-    await assert_explained(decision, arguments, capsys)
+    await assert_explained(decision, arguments, cli)
 
 
 @EXPLAIN
 async def test_explain_of_newer_router_shows_what_both_know(
-    written: tuple[JSON, JSON], arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    written: tuple[JSON, JSON], arguments: tuple[str, ...], cli: Cli
 ) -> None:
     decision = newer(written[0]) | {"version": FORMAT + 1}
     del decision["policy"]
-    await assert_explained(decision, arguments, capsys)
+    await assert_explained(decision, arguments, cli)
 
 
-async def test_json_of_another_version_stays_json(
-    written: tuple[JSON, JSON], capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_json_of_another_version_stays_json(written: tuple[JSON, JSON], cli: Cli) -> None:
     async with of_router(newer(written[0]) | {"version": FORMAT + 1}, {}) as address:
-        await run("explain", "--json", "--router", address)
-    (record,) = json.loads(capsys.readouterr().out)
+        printed, _ = await asyncio.to_thread(cli, "explain", "--json", "--router", address)
+    (record,) = json.loads("\n".join(printed))
     assert record["version"] == FORMAT + 1
 
 
 async def test_top_of_older_router_shows_what_both_know(
-    written: tuple[JSON, JSON], capsys: pytest.CaptureFixture[str]
+    written: tuple[JSON, JSON], cli: Cli
 ) -> None:
     page = older(written[1], {"router", "warnings", "pools"})
     (pool,) = page["pools"]
@@ -136,14 +130,14 @@ async def test_top_of_older_router_shows_what_both_know(
     columns = pool["replicas"]["columns"]
     columns[:] = [column for column in columns if column["title"] != "Backlog"]
     async with of_router({}, page) as address:
-        await run("top", "--router", address)
-    output = capsys.readouterr().out
+        printed, _ = await asyncio.to_thread(cli, "top", "--router", address)
+    output = "\n".join(printed)
     assert f"! {REMARK.format(0)}" in output
     assert "\nr1 " in output
 
 
 async def test_top_of_newer_router_shows_what_both_know(
-    written: tuple[JSON, JSON], capsys: pytest.CaptureFixture[str]
+    written: tuple[JSON, JSON], cli: Cli
 ) -> None:
     page = newer(written[1]) | {"version": FORMAT + 1}
     del page["history"], page["facts"]
@@ -151,12 +145,8 @@ async def test_top_of_newer_router_shows_what_both_know(
     column = {"title": "Colour", "unit": "hue", "values": ["red"] * 4}
     pool["replicas"]["columns"].insert(1, column)
     async with of_router({}, page) as address:
-        await run("top", "--router", address)
-    output = capsys.readouterr().out
+        printed, _ = await asyncio.to_thread(cli, "top", "--router", address)
+    output = "\n".join(printed)
     assert f"! {REMARK.format(FORMAT + 1)}" in output
     assert "Colour" in output
     assert "\nr1 " in output
-
-
-async def run(*arguments: str) -> None:
-    assert await asyncio.to_thread(main, [*arguments]) == 0
