@@ -14,6 +14,7 @@ import pytest
 from msgspec import structs
 from redis.asyncio import Redis
 
+from extproc.cli import main
 from extproc.replica_state import ReplicaState
 from extproc.share.assignment import known_pollers
 from extproc.share.connection import Keys, connect

@@ -211,13 +211,13 @@ def test_replica_that_left_is_not_copied(
 
 
 def test_replica_that_left_does_not_stand_for_removed_replicas(
-    busy: Sequence[Line], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    busy: Sequence[Line], tmp_path: Path, cli: Cli
 ) -> None:
     began, *rest = busy
     left = [replica(3, name="c"), replace(replica(3, at=BEGAN + 1.0), state=None)]
     folder = write(tmp_path / "record", [began, *left, *rest])
-    assert cli.main(["what-if", str(folder), "--less", "2"]) == 2
-    assert "no replica is left" in capsys.readouterr().err
+    _, (error,) = cli("what-if", folder, "--less", "2", status=2)
+    assert "no replica is left" in error
 
 
 def test_random_policy_prolongs_completions(record: Path, what_if: WhatIf) -> None:

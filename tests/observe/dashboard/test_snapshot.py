@@ -74,10 +74,15 @@ def clock() -> ManualClock:
     return ManualClock(1000.0)
 
 
-def fill(services: Services, clock: ManualClock) -> None:
+def advance(services: Services, seconds: float) -> None:
+    assert isinstance(services.clock, ManualClock)
+    services.clock.advance(seconds)
+
+
+def fill(services: Services) -> None:
     for number in range(1, 5):
         services.fleet.dispatch(replica(number), chat(40_000, 2000))
-    clock.advance(5.0)
+    advance(services, 5.0)
     poll(services, running=1, kv_usage=0.95)
 
 
@@ -106,10 +111,10 @@ def test_replica_row_shows_load_and_speed(services: Services, clock: ManualClock
     "failure", [{"unanswered_s": 3.0}, {"healthy": False, "problem": "cannot connect"}]
 )
 def test_age_grows_while_a_replica_answers_no_poll(
-    services: Services, clock: ManualClock, failure: dict[str, Any]
+    services: Services, failure: dict[str, Any]
 ) -> None:
     poll(services, 2, scraped_at=5.0)
-    clock.advance(3.0)
+    advance(services, 3.0)
     poll(services, 2, scraped_at=5.0, **failure)
     assert cells(services, 2, "Age") == [3.0]
     poll(services, 2, scraped_at=8.0)
@@ -130,9 +135,9 @@ def test_warm_tokens_are_those_of_dispatched_prompts(services: Services) -> None
     assert cells(services, 4, "Warm") == [0]
 
 
-def test_decisions_of_the_last_minute_are_counted(services: Services, clock: ManualClock) -> None:
+def test_decisions_of_the_last_minute_are_counted(services: Services) -> None:
     dispatch(services, "long-ago")
-    clock.advance(61.0)
+    advance(services, 61.0)
     poll(services)
     chosen = [dispatch(services, str(number)).decision.replica for number in range(9)]
     found = page(services)
@@ -147,10 +152,10 @@ def test_decisions_of_the_last_minute_are_counted(services: Services, clock: Man
     assert titles[-5:] == ["TTFT s", "TTFT actual", "finish s", "finish actual", "model: why"]
 
 
-def test_unhealthy_replica_shows_no_load(services: Services, clock: ManualClock) -> None:
+def test_unhealthy_replica_shows_no_load(services: Services) -> None:
     for number in range(9):
         dispatch(services, str(number))
-    clock.advance(1.0)
+    advance(services, 1.0)
     poll(services, running=2, kv_usage=0.5)
     ended(services, actual=2.0, on=2)
     poll(services, 2, healthy=False, problem="cannot connect", running=2, kv_usage=0.5)
@@ -216,12 +221,12 @@ def test_page_says_which_requests_are_steered(
     assert dict(page(services)["facts"])["Policy"] == f"completion{remark}"
 
 
-def test_queue_is_grouped_by_priority_and_tenant(services: Services, clock: ManualClock) -> None:
+def test_queue_is_grouped_by_priority_and_tenant(services: Services) -> None:
     empty = page(services)["waiting"]
     assert (empty["keys"], empty["note"][:13]) == ([], "Nothing waits")
-    fill(services, clock)
+    fill(services)
     wait(services, "blue")
-    clock.advance(2.0)
+    advance(services, 2.0)
     for tenant, priority in (("red", 5), ("blue", 0)):
         wait(services, tenant, priority)
     found = page(services)
@@ -241,9 +246,9 @@ def test_request_that_no_replica_may_serve_waits_for_any(services: Services) -> 
     assert row["For replica"] == "any (1)"
 
 
-def test_queue_of_many_tenants_is_cut_short(services: Services, clock: ManualClock) -> None:
+def test_queue_of_many_tenants_is_cut_short(services: Services) -> None:
     roomy = replace(services, queue=Queue(services.fleet, HoldSettings()))
-    fill(roomy, clock)
+    fill(roomy)
     for number in range(60):
         wait(roomy, f"tenant-{number}", priority=number)
     found = page(roomy)
@@ -252,11 +257,9 @@ def test_queue_of_many_tenants_is_cut_short(services: Services, clock: ManualClo
     assert next(iter(rows(found["waiting"]).values()))["Priority"] == 59
 
 
-def test_request_rate_is_of_the_life_of_a_young_router(
-    services: Services, clock: ManualClock
-) -> None:
-    services = replace(services, history=History(services.metrics, clock))
-    clock.advance(4.0)
+def test_request_rate_is_of_the_life_of_a_young_router(services: Services) -> None:
+    services = replace(services, history=History(services.metrics, services.clock))
+    advance(services, 4.0)
     for _ in range(6):
         services.metrics.requests.add("routed")
     found = page(services)
@@ -265,7 +268,7 @@ def test_request_rate_is_of_the_life_of_a_young_router(
     started = time_of_day(services.wall() - 4.0)
     since = f"This router started at {started}: longer periods begin then."
     assert found["history"]["note"] == since
-    clock.advance(3600.0)
+    advance(services, 3600.0)
     assert page(services)["history"]["note"] == ""
 
 
@@ -274,15 +277,15 @@ def test_request_rate_is_of_the_life_of_a_young_router(
     [(0, ["0", "0", "0"]), (1, ["0.017", "0.0017", "0.00028"]), (900, ["15.00", "1.50", "0.25"])],
 )
 def test_rates_of_rare_errors_are_readable(
-    services: Services, clock: ManualClock, failed: int, rates: list[str]
+    services: Services, failed: int, rates: list[str]
 ) -> None:
-    services = replace(services, history=History(services.metrics, clock))
+    services = replace(services, history=History(services.metrics, services.clock))
     for seconds in (3000.0, 540.0):
-        clock.advance(seconds)
+        advance(services, seconds)
         services.history.look()
     services.metrics.responses.add("5xx", by=failed)
     services.metrics.refused.add("saturated", by=failed)
-    clock.advance(60.0)
+    advance(services, 60.0)
     found = rows(page(services)["history"]).values()
     assert [row["5xx/s"] for row in found] == [row["429/s"] for row in found] == rates
 
@@ -298,9 +301,9 @@ def test_predictions_of_the_last_five_minutes_are_compared(services: Services) -
     assert sorted(actual for _, actual in found["points"]) == [0.5, 1.0, 2.0]
 
 
-def test_predictions_are_counted_and_some_drawn(services: Services, clock: ManualClock) -> None:
+def test_predictions_are_counted_and_some_drawn(services: Services) -> None:
     for _ in range(4000):
-        clock.advance(0.001)
+        advance(services, 0.001)
         ended(services)
     found = page(services)["accuracy"]
     assert "last 4,000 requests" in found["words"]
@@ -392,15 +395,13 @@ def test_excluded_replicas_are_listed_by_number_and_restarted_together(services:
     assert only_warning(services) == "r2, r9 and r10 are excluded: refused. Restart them."
 
 
-def test_replicas_excluded_one_after_another_share_a_warning(
-    services: Services, clock: ManualClock
-) -> None:
+def test_replicas_excluded_one_after_another_share_a_warning(services: Services) -> None:
     first = last = time_of_day(services.wall())
     for number in range(1, 8):
         poll(services, number, healthy=False, problem="cannot connect")
         services.exclusions.look(services.fleet, services.wall())
         last = time_of_day(services.wall())
-        clock.advance(1.0)
+        advance(services, 1.0)
         poll(services, 8)
     names = "r1, r2, r3 and 4 more"
     assert only_warning(services) == (
@@ -412,9 +413,7 @@ def test_replicas_excluded_one_after_another_share_a_warning(
     assert cells(services, 7, "Health notes") == [""]
 
 
-def test_slow_replica_and_wrong_profile_are_warned_of(
-    services: Services, clock: ManualClock
-) -> None:
+def test_slow_replica_and_wrong_profile_are_warned_of(services: Services) -> None:
     step = hardware_profile(H100).step
     poll(services, learned=step)
     assert warnings(services) == []
@@ -422,7 +421,7 @@ def test_slow_replica_and_wrong_profile_are_warned_of(
     since = time_of_day(services.wall())
     slower = f"r2 is much slower than other replicas of profile {H100} (since {since}): check "
     assert only_warning(services).startswith(slower)
-    clock.advance(4.0)
+    advance(services, 4.0)
     poll(services, 1, 3, 4, learned=step)
     poll(services, 2, learned=step.slowed(1.8))
     assert only_warning(services).startswith(slower)
@@ -489,11 +488,11 @@ def test_lost_poller_is_warned_of_while_another_lives(services: Services) -> Non
     ],
 )
 def test_other_routers_have_links_to_their_pages(
-    services: Services, clock: ManualClock, cert: str | None, admin: str, links: dict[str, str]
+    services: Services, cert: str | None, admin: str, links: dict[str, str]
 ) -> None:
     tls = {"admin": {"tls_cert": cert, "tls_key": cert}}
     services = replace(services, config=Config.model_validate(tls))
-    other = Digest("other:50051:1f", 1, clock(), DigestKind.WHOLE, (), NOTHING, admin)
+    other = Digest("other:50051:1f", 1, services.clock(), DigestKind.WHOLE, (), NOTHING, admin)
     services.fleet.receive_digest(other)
     assert page(services)["links"] == links
 
@@ -507,12 +506,12 @@ def test_other_routers_have_links_to_their_pages(
     ],
 )
 def test_stale_state_is_not_warned_of_beside_its_cause(
-    services: Services, clock: ManualClock, pollers: dict[str, Any] | None, shown: list[str]
+    services: Services, pollers: dict[str, Any] | None, shown: list[str]
 ) -> None:
-    other = Digest("10.0.0.2:50051:1f", 1, clock(), DigestKind.WHOLE, (), NOTHING)
+    other = Digest("10.0.0.2:50051:1f", 1, services.clock(), DigestKind.WHOLE, (), NOTHING)
     services.fleet.receive_digest(other)
     services.fleet.pollers = pollers
-    clock.advance(5.1)
+    advance(services, 5.1)
     services.fleet.drop_stale(TTL_S)
     assert [each.partition(":")[0] for each in warnings(services)] == shown
     last_heard = dict(page(services)["facts"])["Routers"].endswith("last heard: 10.0.0.2:50051")
@@ -530,7 +529,7 @@ def test_stale_state_is_not_warned_of_beside_its_cause(
     ],
 )
 def test_replica_that_drifts_unlike_the_others_is_warned_of(
-    services: Services, clock: ManualClock, ratios: Sequence[float], drifting: int | None
+    services: Services, ratios: Sequence[float], drifting: int | None
 ) -> None:
     for number in range(len(ratios) + 1, 5):
         services.fleet.remove(replica(number))
@@ -543,7 +542,7 @@ def test_replica_that_drifts_unlike_the_others_is_warned_of(
     begin = f"r{drifting} is drifting from the prediction (since {time_of_day(services.wall())}): "
     assert only_warning(services).startswith(f"{begin}decoding takes much longer than the measured")
     assert cells(services, drifting, "×")[0] > 2
-    clock.advance(300.0)  # the ratios fade
+    advance(services, 300.0)  # the ratios fade
     poll(services, *range(1, len(ratios) + 1))
     assert warnings(services) == []
 
@@ -569,12 +568,12 @@ def test_decisions_not_followed_are_warned_of_by_cause(
         assert warning.startswith(begin + cause)
 
 
-def test_full_circuit_breaker_is_warned_of(services: Services, clock: ManualClock) -> None:
+def test_full_circuit_breaker_is_warned_of(services: Services) -> None:
     services.envoy_faults[OVERLOADED] = services.clock()
     assert only_warning(services).startswith(
         "A circuit breaker of Envoy was full in the last minute"
     )
-    clock.advance(61.0)
+    advance(services, 61.0)
     poll(services)
     assert warnings(services) == []
 
@@ -588,8 +587,8 @@ def test_cold_prefix_cache_is_warned_of(services: Services) -> None:
     assert only_warning(services).startswith("r1 is finding less than half of the expected tokens")
 
 
-def test_full_limits_are_warned_of(services: Services, clock: ManualClock) -> None:
-    fill(services, clock)
+def test_full_limits_are_warned_of(services: Services) -> None:
+    fill(services)
     for _ in range(9):
         wait(services, "blue")
     full = "The queue is nearly full: beyond 10 requests (hold.most) the rest get 429."
@@ -597,14 +596,12 @@ def test_full_limits_are_warned_of(services: Services, clock: ManualClock) -> No
     few = Config.model_validate({"serve": {"max_streams": 14}, "hold": {"most": 100}})
     full = "This router is nearly full: beyond 14 requests in flight"
     assert only_warning(replace(services, config=few)).startswith(full)
-    clock.advance(151.0)
+    advance(services, 151.0)
     poll(services, running=1, kv_usage=0.95)
     assert any("add replicas" in warning for warning in warnings(services))
 
 
-def test_warnings_of_faults_that_cost_requests_come_first(
-    services: Services, clock: ManualClock
-) -> None:
+def test_warnings_of_faults_that_cost_requests_come_first(services: Services) -> None:
     services.delays.redis_refusal = "OOM"
     poll(services, 1, healthy=False, problem="connection refused")
     first, second = warnings(services)
@@ -624,29 +621,27 @@ def test_warnings_of_faults_that_cost_requests_come_first(
     ],
 )
 def test_slow_router_blames_itself_and_not_redis(
-    services: Services, clock: ManualClock, loop_delay_s: float, redis_s: float, warned: list[str]
+    services: Services, loop_delay_s: float, redis_s: float, warned: list[str]
 ) -> None:
-    services = replace(services, delays=Delays(clock))
+    services = replace(services, delays=Delays(services.clock))
     for _ in range(300):
-        clock.advance(1.0)
+        advance(services, 1.0)
         services.delays.loop_delay_s.add(loop_delay_s)
         services.delays.redis_s.add(redis_s)
     poll(services)
     assert [warning.partition(":")[0] for warning in warnings(services)] == warned
 
 
-def test_gauges_that_do_not_move_are_warned_of_until_they_move(
-    services: Services, clock: ManualClock
-) -> None:
+def test_gauges_that_do_not_move_are_warned_of_until_they_move(services: Services) -> None:
     for _ in range(5):
-        clock.advance(1.0)
+        advance(services, 1.0)
         poll(services, 4, running=3, steps=5.0)
     since = f"(since {time_of_day(services.wall())})"
     (warning,) = warnings(services)
     assert warning.startswith(f"r4 is showing gauges that do not move {since}: the router ignores")
     assert warning.endswith("whose gauges still do not move after its next requests.")
     poll(services, 1, 2, 3)
-    clock.advance(4.0)
+    advance(services, 4.0)
     poll(services, 4, running=3, steps=5.0)
     assert cells(services, 4, "Health notes") == [f"gauges ignored: they do not move {since}"]
     assert warnings(services) == [warning]
