@@ -8,18 +8,21 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from envoy_data_plane.envoy.config.core.v3 import HeaderMap, HeaderValue, Metadata
-from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
-    ProcessingModeBodySendMode as Mode,
+from envoy_data_plane.envoy.config.core.v3 import Metadata
+from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest, ProtocolConfiguration
+from envoy_data_plane.google.protobuf import Struct, Value
+
+from tests.proxy import envoy_side
+from tests.proxy.envoy_side import (
+    JsonOrBytes,
+    attributes_of,
+    body_first,
+    headers_message,
+    request_body,
+    request_headers,
+    response_body,
 )
-from envoy_data_plane.envoy.service.ext_proc.v3 import (
-    HttpBody,
-    HttpHeaders,
-    HttpTrailers,
-    ProcessingRequest,
-    ProtocolConfiguration,
-)
-from envoy_data_plane.google.protobuf import ListValue, Struct, Value
+from tests.proxy.replies import BodyMode
 
 FAST, SLOW, SIMULATED, GONE = (f"127.100.100.{last}:8000" for last in (101, 102, 103, 250))
 KV_TOKENS = 8192
@@ -77,8 +80,6 @@ BODY = json.dumps(CHAT).encode()
 USAGE = {"choices": [], "usage": {"prompt_tokens": 75, "completion_tokens": 33}}
 DONE = b"data: [DONE]\n\n"
 EVENT = b'data: {"model":"tiny","choices":[{"delta":{"content":"a"}}]}\n\n'
-_EXT_PROC = "envoy.filters.http.ext_proc"
-_DESTINATION = "x-gateway-destination-endpoint"
 
 
 @dataclass(frozen=True)
@@ -104,70 +105,42 @@ class Conversation:
 OTHERS_END = ConversationStep(ProcessingRequest(), 0)
 
 
-def _fields(values: dict[str, str]) -> Struct:
-    return Struct(fields={name: Value(string_value=text) for name, text in values.items()})
-
-
-def _headers(values: dict[str, str], end: bool) -> HttpHeaders:
-    listed = [HeaderValue(key=key, raw_value=value.encode()) for key, value in values.items()]
-    return HttpHeaders(headers=HeaderMap(headers=listed), end_of_stream=end)
-
-
-def _bytes(data: Any) -> bytes:
-    return data if isinstance(data, bytes) else json.dumps(data).encode()
+def _dashed(named: dict[str, str]) -> dict[str, str]:
+    """Return headers by their names: ``x_session`` stands for ``x-session``."""
+    return {name.replace("_", "-"): value for name, value in named.items()}
 
 
 def headers(
     path: str = "/v1/chat/completions",
     method: str = "POST",
     end: bool = False,
-    mode: Mode = Mode.BUFFERED,
+    mode: BodyMode = BodyMode.BUFFERED,
     replies: int = 1,
     subset: list[str] | None = None,
     **named: str,
 ) -> ConversationStep:
-    """Return request headers; ``x_session`` names the header ``x-session``."""
-    values = {":path": path, ":method": method}
-    values |= {name.replace("_", "-"): value for name, value in named.items()}
-    duplex = mode == Mode.FULL_DUPLEX_STREAMED
-    listed = [Value(string_value=address) for address in subset or []]
-    hint = Struct(fields={f"{_DESTINATION}-subset": Value(list_value=ListValue(values=listed))})
-    message = ProcessingRequest(
-        request_headers=_headers(values, end),
-        protocol_config=ProtocolConfiguration(
-            request_body_mode=mode, response_body_mode=mode if duplex else Mode.NONE
-        ),
-        metadata_context=None
-        if subset is None
-        else Metadata(filter_metadata={"envoy.lb.subset_hint": hint}),
-    )
+    """Return request headers."""
+    response_mode = mode if mode == BodyMode.FULL_DUPLEX_STREAMED else BodyMode.NONE
+    message = request_headers(path, method, end, mode, response_mode, _dashed(named), subset)
     return ConversationStep(message, replies)
 
 
-def body(data: Any, end: bool = True, replies: int = 1) -> ConversationStep:
+def body(data: JsonOrBytes, end: bool = True, replies: int = 1) -> ConversationStep:
     """Return a request body, or a chunk of it."""
-    return ConversationStep(
-        ProcessingRequest(request_body=HttpBody(body=_bytes(data), end_of_stream=end)), replies
-    )
+    return ConversationStep(request_body(data, end), replies)
 
 
 def first(
-    data: Any,
+    data: JsonOrBytes,
     path: str = "/v1/chat/completions",
     end: bool = True,
-    mode: Mode = Mode.BUFFERED,
-    replies: int = 1,
+    mode: BodyMode = BodyMode.BUFFERED,
     **named: str,
 ) -> ConversationStep:
     """Return a request body as the first message, with attributes in place of headers."""
-    values = {f"request.headers['{key.replace('_', '-')}']": text for key, text in named.items()}
-    values |= {"request.id": named["x_request_id"]} if "x_request_id" in named else {}
-    message = ProcessingRequest(
-        request_body=HttpBody(body=_bytes(data), end_of_stream=end),
-        attributes={_EXT_PROC: _fields({**values, "request.path": path})},
-        protocol_config=ProtocolConfiguration(request_body_mode=mode),
-    )
-    return ConversationStep(message, replies)
+    message = body_first(data, path, _dashed(named), end)
+    message.protocol_config = ProtocolConfiguration(request_body_mode=mode)
+    return ConversationStep(message)
 
 
 def response(
@@ -179,29 +152,23 @@ def response(
 ) -> ConversationStep:
     """Response headers; Envoy names the replica in ``upstream``, a gateway in ``served``."""
     message = ProcessingRequest(
-        response_headers=_headers({":status": str(status), "content-type": kind}, end),
-        attributes={} if served else {_EXT_PROC: _fields({"upstream.address": upstream})},
-        metadata_context=Metadata(
-            filter_metadata={"envoy.lb": _fields({f"{_DESTINATION}-served": served})}
-        )
-        if served
-        else None,
+        response_headers=headers_message({":status": str(status), "content-type": kind}, end)
     )
+    if served:
+        fields = {"x-gateway-destination-endpoint-served": Value(string_value=served)}
+        message.metadata_context = Metadata(filter_metadata={"envoy.lb": Struct(fields=fields)})
+    else:
+        message.attributes = attributes_of({"upstream.address": upstream})
     return ConversationStep(message)
 
 
-def chunk(data: Any, end: bool = True) -> ConversationStep:
+def chunk(data: JsonOrBytes, end: bool = True) -> ConversationStep:
     """Return a response body, or a chunk of it."""
-    return ConversationStep(
-        ProcessingRequest(response_body=HttpBody(body=_bytes(data), end_of_stream=end))
-    )
+    return ConversationStep(response_body(data, end))
 
 
-REQUEST_TRAILERS = ConversationStep(
-    ProcessingRequest(request_trailers=HttpTrailers(trailers=HeaderMap()))
-)
-RESPONSE_TRAILERS = ConversationStep(
-    ProcessingRequest(response_trailers=HttpTrailers(trailers=HeaderMap()))
+REQUEST_TRAILERS, RESPONSE_TRAILERS = map(
+    ConversationStep, (envoy_side.REQUEST_TRAILERS, envoy_side.RESPONSE_TRAILERS)
 )
 _STREAM = [
     response(kind="text/event-stream"),
@@ -210,8 +177,8 @@ _STREAM = [
     chunk(DONE),
 ]
 _ANSWER = [response(), chunk(USAGE)]
-_DUPLEX: dict[str, Any] = {"mode": Mode.FULL_DUPLEX_STREAMED}
-_HELD: dict[str, Any] = {"mode": Mode.FULL_DUPLEX_STREAMED, "replies": 0}
+_DUPLEX: dict[str, Any] = {"mode": BodyMode.FULL_DUPLEX_STREAMED}
+_HELD: dict[str, Any] = {"mode": BodyMode.FULL_DUPLEX_STREAMED, "replies": 0}
 _MULTIPART = (
     b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\ntiny\r\n'
     b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\nRIFF\r\n--b--\r\n'
@@ -250,9 +217,9 @@ def _plain() -> list[Conversation]:
         "headers first, trailers": [headers(), body(CHAT, end=False), REQUEST_TRAILERS, *_ANSWER],
         "response trailers": [headers(), body(CHAT), response(), RESPONSE_TRAILERS],
         "response of headers alone": [headers(), body(CHAT), response(204, end=True)],
-        "no body mode": [headers(mode=Mode.NONE), *_ANSWER],
-        "streamed mode": [headers(mode=Mode.STREAMED), *_ANSWER],
-        "partial mode": [headers(mode=Mode.BUFFERED_PARTIAL), body(BODY[:-20], end=False)],
+        "no body mode": [headers(mode=BodyMode.NONE), *_ANSWER],
+        "streamed mode": [headers(mode=BodyMode.STREAMED), *_ANSWER],
+        "partial mode": [headers(mode=BodyMode.BUFFERED_PARTIAL), body(BODY[:-20], end=False)],
         "POST without a body": [headers(end=True)],
         "compressed": [headers(content_encoding="gzip"), *_ANSWER],
         "large by its length": [headers(content_length=str(2**24)), *_ANSWER],
@@ -272,7 +239,7 @@ def _plain() -> list[Conversation]:
         "body first, unseen": [first(CHAT, x_extproc_response_skipped="1")],
         "body first, client left": [first(CHAT)],
         "body first, compressed": [first(gzip.compress(BODY, mtime=0), content_encoding="gzip")],
-        "body first, goes on": [first(BODY[:-20], end=False, mode=Mode.BUFFERED_PARTIAL)],
+        "body first, goes on": [first(BODY[:-20], end=False, mode=BodyMode.BUFFERED_PARTIAL)],
         "body first, twice": [first(CHAT), first(CHAT), headers()],
         "body first, large": [first(_LARGE)],
         "body first, unknown model": [first(CHAT | {"model": "unknown"})],

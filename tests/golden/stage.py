@@ -1,32 +1,31 @@
 """Texts of the golden files, from processes: routers, a poller and replicas that never change."""
 
+import asyncio
 import io
 import json
 import os
-import queue
 import random
 import re
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, redirect_stderr, redirect_stdout, suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from hashlib import sha256
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import inf
 from pathlib import Path
-from threading import Thread
 from typing import Any
 from unittest.mock import patch
-from urllib.error import URLError
-from urllib.request import urlopen
 
+import aiohttp
 import grpc
+from aiohttp import web
 from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest, ProcessingResponse
 
 from extproc.cli import main
-from extproc.lab.harness.processes import redis_binary
+from extproc.lab.harness.pages import get_text
+from extproc.lab.harness.processes import Check, Process, answers, flags, listening, redis_binary
+from extproc.proxy.service import SERVICE
 from tests.golden.conversations import (
     CONVERSATIONS,
     FAST,
@@ -36,6 +35,7 @@ from tests.golden.conversations import (
     Conversation,
     ConversationStep,
 )
+from tests.waiting import PATIENCE_S, until
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parent / "data/vllm/metrics-idle.txt"
@@ -47,11 +47,11 @@ COMMANDS = (
 _HERE = f"127.{random.randint(101, 199)}.{random.randint(101, 199)}."
 _THERE = "127.100.100."
 """Loopback prefix in the golden files, as long as the real prefix: message lengths are equal."""
-_PATIENCE_S = 60.0
 _REPLICAS = {"plain": 3, "policy": 1, "shared": 1}
 """Number of replicas in all pools of a router; by default 2."""
 _LATER_S = 0.5
 """Delay of the slow replica: the order of the first answers breaks ties."""
+_STOP_S = 15.0  # in which a router writes the end of its record
 _LONGEST_SHOWN = 600
 """Characters of a body."""
 _MEASURED = re.compile(
@@ -62,63 +62,74 @@ _LIBRARY_FAMILIES = ("python_", "process_")
 """Metric families of ``prometheus_client`` itself."""
 
 
-class _ReplicaHandler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        models = {"object": "list", "data": [{"id": "tiny", "max_model_len": 65536}]}
-        answers = {
-            "/metrics": PAGE.read_bytes(),
-            "/health": b"",
-            "/v1/models": json.dumps(models).encode(),
-            "/version": b'{"version": "0.32.0"}',
-        }
-        answer = answers.get(self.path)
-        if self.connection.getsockname()[0] == f"{_HERE}102":
-            time.sleep(_LATER_S)
-        self.send_response(404 if answer is None else 200)
-        self.send_header("content-length", str(len(answer or b"")))
-        self.end_headers()
-        with suppress(BrokenPipeError, ConnectionResetError):  # the router has ended
-            self.wfile.write(answer or b"")
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
-
-
 def collect(folder: Path) -> dict[str, str]:
     """Return the text of each golden file; the processes use ``folder`` for their files."""
-    texts = {"help.txt": _help()}
-    with ExitStack() as stack:
+    inherited = {key: text for key, text in os.environ.items() if not key.startswith("EXTPROC_")}
+    environment = inherited | {"COLUMNS": "100", "LINES": "40"}
+    with patch.dict(os.environ, environment, clear=True):
+        return {"help.txt": _help()} | asyncio.run(_of_processes(folder))
+
+
+async def _of_processes(folder: Path) -> dict[str, str]:
+    texts = {}
+    async with AsyncExitStack() as others, AsyncExitStack() as routers:
+
+        async def start(
+            stack: AsyncExitStack, name: str, argv: Sequence[str | Path], ready: Check
+        ) -> None:
+            log = folder / f"{name}.log"
+            process = await Process.start(name, argv, log=log, ready=ready, ready_s=PATIENCE_S)
+            stack.push_async_callback(process.stop, _STOP_S)
+
+        async def start_service(
+            stack: AsyncExitStack, command: str, name: str, config: dict[str, Any], admin: str
+        ) -> None:
+            file = folder / f"{name}.json"  # JSON is YAML
+            file.write_text(json.dumps(config).replace(_THERE, _HERE))
+            argv = [sys.executable, "-m", "extproc", command, "--config", str(file)]
+            await start(stack, name, argv, answers(f"http://{admin}/livez"))
+
+        replicas = web.Application()
+        replicas.router.add_get("/{path:.*}", _answer)
+        runner = web.AppRunner(replicas, access_log=None, shutdown_timeout=0.01)
+        await runner.setup()
+        others.push_async_callback(runner.cleanup)
         for last in (101, 102):
-            stack.enter_context(_replica(f"{_HERE}{last}"))
-        redis = f"redis://{_HERE}30:6379/0"
-        stack.enter_context(_redis(f"{_HERE}30", folder))
-        poller = {"replicas": [FAST], "redis": {"url": redis}, "poll": {"admin": f"{_HERE}40:9090"}}
-        stack.enter_context(_extproc(folder, "poll", "poller", poller, f"{_HERE}40:9090"))
-        routers = {**ROUTERS, "shared": {"state": "redis", "redis": {"url": redis}}}
+            await web.TCPSite(runner, f"{_HERE}{last}", 8000).start()
+        host = f"{_HERE}30"
+        options = {
+            "bind": host,
+            "save": "",
+            "appendonly": "no",
+            "protected-mode": "no",
+            "dir": folder,
+        }
+        await start(others, "redis", [redis_binary(), *flags(options)], listening(6379, host))
+        redis = {"url": f"redis://{host}:6379/0"}
+        poller = {"replicas": [FAST], "redis": redis, "poll": {"admin": f"{_HERE}40:9090"}}
+        await start_service(others, "poll", "poller", poller, f"{_HERE}40:9090")
+        configs = {**ROUTERS, "shared": {"state": "redis", "redis": redis}}
         records = {name: folder / "record" / name for name in ("plain", "rich", "strict", "policy")}
-        admins = {name: f"{_HERE}{number}:9090" for number, name in enumerate(routers, 50)}
+        admins = {name: f"{_HERE}{number}:9090" for number, name in enumerate(configs, 50)}
         simulated = f"--host {_HERE}103 --port 8000 --model tiny --profile llama-8b-h100"
         words = [sys.executable, "-m", "extproc", "simulate", *simulated.split()]
-        log = folder / "simulate.log"
-        stack.enter_context(_process([*words, "--kv-tokens", str(KV_TOKENS)], log))
-        _until(lambda: _get(f"{_HERE}103:8000", "/health", fails="no") == "")
-        running = stack.enter_context(ExitStack())
-        for name, config in routers.items():
+        words += ["--kv-tokens", str(KV_TOKENS)]
+        await start(others, "simulate", words, answers(f"http://{_HERE}103:8000/health"))
+        for name, config in configs.items():
             whole = _router_config(config, admins[name], records.get(name))
-            running.enter_context(_extproc(folder, "serve", name, whole, admins[name]))
-            _until(partial(_is_ready, name, admins[name]))
+            await start_service(routers, "serve", name, whole, admins[name])
+            await until(partial(_is_ready, name, admins[name]))
         shared = [Conversation("shared", each.name, each.steps) for each in CONVERSATIONS[:2]]
-        texts["conversations.json"] = _json(_converse([*CONVERSATIONS, *shared], admins))
-        texts["decisions.json"] = _json({name: _decisions(admins[name]) for name in records})
-        pages = admins | {"poller": f"{_HERE}40:9090"}
+        texts["conversations.json"] = _json(await _converse([*CONVERSATIONS, *shared], admins))
+        texts["decisions.json"] = _json({name: await _decisions(admins[name]) for name in records})
+        pages = {name: admins[name] for name in ("plain", "rich", "shared")}
         texts["metrics.txt"] = "\n".join(
-            f"== {name}\n{_families(_get(address, '/metrics'))}"
-            for name, address in pages.items()
-            if name in ("plain", "rich", "shared", "poller")
+            [
+                f"== {name}\n{_families(await _get(address, '/metrics'))}"
+                for name, address in (pages | {"poller": f"{_HERE}40:9090"}).items()
+            ]
         )
-        running.close()
+        await routers.aclose()
         texts["record.json"] = _json({name: _record(path) for name, path in records.items()})
     return texts
 
@@ -126,55 +137,20 @@ def collect(folder: Path) -> dict[str, str]:
 # -- processes ------------------------------------------------------------------------------
 
 
-@contextmanager
-def _replica(address: str) -> Iterator[None]:
-    server = ThreadingHTTPServer((address, 8000), _ReplicaHandler)
-    server.daemon_threads = True
-    Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-@contextmanager
-def _process(command: list[str], log: Path) -> Iterator[None]:
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=_environment())
-    try:
-        yield
-    finally:
-        process.terminate()
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-@contextmanager
-def _redis(host: str, folder: Path) -> Iterator[None]:
-    options = f"--bind {host} --port 6379 --appendonly no --protected-mode no --dir {folder}"
-    command = [str(redis_binary()), *options.split(), "--save", ""]
-    with _process(command, folder / "redis.log"):
-        yield
-
-
-@contextmanager
-def _extproc(
-    folder: Path, command: str, name: str, config: dict[str, Any], admin: str
-) -> Iterator[None]:
-    file = folder / f"{name}.json"  # JSON is YAML
-    file.write_text(json.dumps(config).replace(_THERE, _HERE))
-    words = [sys.executable, "-m", "extproc", command, "--config", str(file)]
-    log = folder / f"{name}.log"
-    with _process(words, log):
-        try:
-            _until(lambda: _get(admin, "/livez") == "ok\n")
-        except TimeoutError:
-            raise AssertionError(f"{command} {name} does not run:\n{log.read_text()}") from None
-        yield
+async def _answer(request: web.Request) -> web.Response:
+    """Answer as a replica."""
+    models = {"object": "list", "data": [{"id": "tiny", "max_model_len": 65536}]}
+    bodies = {
+        "/metrics": PAGE.read_bytes(),
+        "/health": b"",
+        "/v1/models": json.dumps(models).encode(),
+        "/version": b'{"version": "0.32.0"}',
+    }
+    assert request.transport is not None
+    if request.transport.get_extra_info("sockname")[0] == f"{_HERE}102":
+        await asyncio.sleep(_LATER_S)
+    body = bodies.get(request.path)
+    return web.Response(body=body, status=404 if body is None else 200)
 
 
 def _router_config(config: dict[str, Any], admin: str, record: Path | None) -> dict[str, Any]:
@@ -188,117 +164,86 @@ def _router_config(config: dict[str, Any], admin: str, record: Path | None) -> d
     }
 
 
-def _environment() -> dict[str, str]:
-    """Environment without settings of extproc."""
-    inherited = {key: text for key, text in os.environ.items() if not key.startswith("EXTPROC_")}
-    return inherited | {"COLUMNS": "100", "LINES": "40"}
+async def _get(address: str, path: str) -> str:
+    return (await get_text(f"http://{address}{path}") or "").replace(_HERE, _THERE)
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + _PATIENCE_S
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError(f"a process is not ready after {_PATIENCE_S:g} s")
-        time.sleep(0.1)
-
-
-def _get(address: str, path: str, fails: str = "") -> str:
-    try:
-        with urlopen(f"http://{address}{path}", timeout=_PATIENCE_S) as answer:
-            return str(answer.read().decode()).replace(_HERE, _THERE)
-    except (URLError, ConnectionError):
-        return fails
-
-
-def _is_ready(name: str, admin: str) -> bool:
+async def _is_ready(name: str, admin: str) -> bool:
     if name in ("narrow", "hasty"):  # no request waits, or is refused, before speeds are measured
         body = {"model": "tiny", "prompt": "hello", "max_tokens": 400, "ignore_eos": True}
-        data = json.dumps(body).encode()
-        with urlopen(f"http://{_HERE}103:8000/v1/completions", data, _PATIENCE_S) as answer:
-            answer.read()
-        return '"measured":true' in _get(admin, "/fleet")
-    healthy = _get(admin, "/fleet").count('"healthy":true')
-    ready = healthy == _REPLICAS.get(name, 2) and _get(admin, "/readyz") == "ok\n"
+        url = f"http://{_HERE}103:8000/v1/completions"
+        async with aiohttp.request("POST", url, json=body) as answer:
+            await answer.read()
+        return '"measured":true' in await _get(admin, "/fleet")
+    healthy = (await _get(admin, "/fleet")).count('"healthy":true')
+    ready = healthy == _REPLICAS.get(name, 2) and await _get(admin, "/readyz") == "ok\n"
     return ready or name == "empty"
 
 
 def _help() -> str:
     pages = []
-    with patch.dict(os.environ, _environment(), clear=True):
-        for words in COMMANDS:
-            text = io.StringIO()
-            # A removed command names its replacement on stderr.
-            with redirect_stdout(text), redirect_stderr(text), suppress(SystemExit):
-                main([*words.split(), "--help"])
-            pages.append(f"$ extproc {words} --help\n{text.getvalue()}")
+    for words in COMMANDS:
+        text = io.StringIO()
+        # A removed command names its replacement on stderr.
+        with redirect_stdout(text), redirect_stderr(text), suppress(SystemExit):
+            main([*words.split(), "--help"])
+        pages.append(f"$ extproc {words} --help\n{text.getvalue()}")
     return "\n".join(pages)
 
 
 # -- conversations --------------------------------------------------------------------------
 
 
-def _converse(conversations: list[Conversation], admins: dict[str, str]) -> dict[str, Any]:
+async def _converse(conversations: list[Conversation], admins: dict[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, admin in admins.items():
-        with grpc.insecure_channel(admin.replace(":9090", ":50051")) as channel:
-            process = channel.stream_stream("/envoy.service.ext_proc.v3.ExternalProcessor/Process")
+        async with grpc.aio.insecure_channel(admin.replace(":9090", ":50051")) as channel:
+            begin = partial(channel.stream_stream(f"/{SERVICE}/Process"), timeout=PATIENCE_S)
             of_router = [each for each in conversations if each.router == name]
-            found[name] = {each.name: _messages(process, each) for each in of_router}
+            found[name] = {each.name: await _messages(begin, each) for each in of_router}
     return found
 
 
-class _Call:
-    """Stream to a router, which ends without a reset."""
-
-    def __init__(self, process: grpc.StreamStreamMultiCallable, metadata: dict[str, str]) -> None:
-        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._replies = process(
-            iter(self._messages.get, None), _PATIENCE_S, tuple(metadata.items())
-        )
-
-    def send(self, message: bytes) -> None:
-        self._messages.put(message)
-
-    def read(self) -> bytes:
-        return _there(next(self._replies))
-
-    def end(self) -> list[bytes]:
-        """End the stream, and return the router's last replies."""
-        self._messages.put(None)
-        return [_there(reply) for reply in self._replies]
-
-
-def _messages(process: grpc.StreamStreamMultiCallable, conversation: Conversation) -> list[Any]:
+async def _messages(begin: Any, conversation: Conversation) -> list[Any]:
     lines: list[Any] = []
     others = []
     for steps in conversation.beside:
-        others.append(_Call(process, {}))
+        others.append(begin())
         for step in steps:
-            _exchange(others[-1], step)
-    call = _Call(process, conversation.metadata)
+            await _exchange(others[-1], step)
+    call = begin(metadata=[*conversation.metadata.items()])
     for step in conversation.steps:
         if step.message is OTHERS_END.message:
             lines.append("the others end")
             while others:
-                others.pop().end()
-            lines += [_shown_reply(call.read()) for _ in range(step.replies)]
+                await _last_replies(others.pop())
+            lines += await _replies(call, step.replies)
             continue
-        lines += _exchange(call, step)
-    lines += [_shown_reply(reply) for reply in call.end()]
+        lines += await _exchange(call, step)
+    lines += await _last_replies(call)
     for other in others:
-        other.end()
+        await _last_replies(other)
     return lines
 
 
-def _exchange(call: _Call, step: ConversationStep) -> list[Any]:
+async def _exchange(call: Any, step: ConversationStep) -> list[Any]:
     message = bytes(step.message)
-    call.send(message.replace(_THERE.encode(), _HERE.encode()))
+    await call.write(message.replace(_THERE.encode(), _HERE.encode()))
     sent = {"send": _shown(ProcessingRequest.parse(message)), "bytes": _digest(message)}
-    return [sent, *(_shown_reply(call.read()) for _ in range(step.replies))]
+    return [sent, *await _replies(call, step.replies)]
 
 
-def _there(reply: bytes) -> bytes:
-    return reply.replace(_HERE.encode(), _THERE.encode())
+async def _last_replies(call: Any) -> list[Any]:
+    """End the stream without a reset; return the router's last replies."""
+    await call.done_writing()
+    return await _replies(call, inf)
+
+
+async def _replies(call: Any, most: float) -> list[Any]:
+    found: list[Any] = []
+    while len(found) < most and (reply := await call.read()) is not grpc.aio.EOF:
+        found.append(_shown_reply(reply.replace(_HERE.encode(), _THERE.encode())))
+    return found
 
 
 def _shown_reply(reply: bytes) -> dict[str, Any]:
@@ -357,9 +302,9 @@ def _fixed(value: Any, key: str = "") -> Any:
     return value
 
 
-def _decisions(admin: str) -> list[Any]:
+async def _decisions(admin: str) -> list[Any]:
     found: list[Any] = []
-    while page := json.loads(_get(admin, f"/decisions?after={len(found)}")):
+    while page := json.loads(await _get(admin, f"/decisions?after={len(found)}")):
         found += page
     return [_fixed(item) for item in found]
 
