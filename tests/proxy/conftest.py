@@ -1,6 +1,8 @@
 """Services, routers and Envoy's side for the tests of the proxy."""
 
-from collections.abc import AsyncIterator
+import gc
+import tracemalloc
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +53,25 @@ def router_of(config: Config, *numbers: int, **figures: Any) -> Services:
 def samples(metric: Collector) -> dict[tuple[str, ...], float]:
     (family,) = metric.collect()
     return {tuple(sample.labels.values()): sample.value for sample in family.samples}
+
+
+def alive(kind: type) -> int:
+    """Counts the objects of a class that the program still holds."""
+    gc.collect()
+    return sum(isinstance(each, kind) for each in gc.get_objects())
+
+
+async def traced(*work: Awaitable[Any]) -> tuple[Any, int, int]:
+    """Awaits each in turn; returns the last result, the bytes that Python then holds, and the most
+    bytes that it held meanwhile."""
+    result = None
+    tracemalloc.start()
+    try:
+        for each in work:
+            result = await each
+        return result, *tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.fixture

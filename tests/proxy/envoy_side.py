@@ -22,7 +22,7 @@ from envoy_data_plane.google.protobuf import ListValue, Struct, Value
 from extproc.proxy.messages import ATTEMPTS, DESTINATION, SUBSET
 from extproc.proxy.service import SERVICE, GrpcServer
 from extproc.proxy.services import Services
-from tests.proxy.replies import BodyMode, body_of, chunk_of
+from tests.proxy.replies import BodyMode, body_of, chunk_of, destination
 
 DUPLEX: dict[str, Any] = {
     "body_mode": BodyMode.FULL_DUPLEX_STREAMED,
@@ -34,10 +34,12 @@ CHAT = {"model": "llama", "messages": [{"role": "user", "content": "hello " * 50
 STREAMED = CHAT | {"stream": True}
 EVENTS = "text/event-stream"
 TOKEN = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
-LAST = (
-    b'data: {"choices":[],"usage":{"prompt_tokens":100,"completion_tokens":5,'
-    b'"prompt_tokens_details":{"cached_tokens":32}}}\n\ndata: [DONE]\n\n'
-)
+USAGE = {
+    "prompt_tokens": 100,
+    "completion_tokens": 5,
+    "prompt_tokens_details": {"cached_tokens": 32},
+}
+LAST = b"data: %b\n\ndata: [DONE]\n\n" % json.dumps({"choices": [], "usage": USAGE}).encode()
 NAMED = {"x-request-id": "one"}
 REQUEST_TRAILERS = ProcessingRequest(request_trailers=HttpTrailers(trailers=HeaderMap()))
 RESPONSE_TRAILERS = ProcessingRequest(response_trailers=HttpTrailers(trailers=HeaderMap()))
@@ -149,6 +151,13 @@ class Stream:
             await self.response_body(chunk, end_of_stream=not left)
         await self.end()
         return reply
+
+    async def begin(self, body: JsonOrBytes = STREAMED, upstream: str = "") -> str:
+        """Sends a request and the headers of its streamed response, by default of the first choice;
+        returns the first choice."""
+        first = destination(await self.ask(body, headers=NAMED))[0]
+        await self.response_headers(upstream=upstream or first, content_type=EVENTS)
+        return first
 
     async def request_headers(self, *arguments: Any, **named: Any) -> ProcessingResponse:
         return await self.send(request_headers(*arguments, **named))

@@ -12,19 +12,10 @@ from extproc.lab.replay.recorded import read
 from extproc.proxy.exchange import Exchange
 from extproc.proxy.service import GrpcServer
 from extproc.proxy.services import Services
-from tests.fakes import ManualClock, replica
-from tests.proxy.conftest import config_of, put_replicas, samples, with_fleet
-from tests.proxy.envoy_side import (
-    CHAT,
-    EVENTS,
-    STREAMED,
-    EnvoySide,
-    Stream,
-    body_first,
-    running,
-)
+from tests.fakes import replica
+from tests.proxy.conftest import config_of, put_replicas, samples
+from tests.proxy.envoy_side import CHAT, EVENTS, EnvoySide, Stream, body_first, running
 from tests.proxy.replies import chosen, error_of, status_of
-from tests.proxy.test_outcomes import expected_length
 from tests.proxy.test_record import write_record
 from tests.proxy.test_watch import MARK
 from tests.waiting import until
@@ -139,30 +130,6 @@ class TestRecorded:
             await until(lambda: not services.fleet.in_flight)
         await write_record(services)
         assert read(tmp_path / "record").excluded == {"failed": 1}
-
-
-class TestUnreadResponse:
-    @pytest.fixture
-    def config(self) -> Config:
-        return config_of(serve={"chunks_per_s": 0.0})
-
-    @pytest.fixture
-    def services(self, services: Services, clock: ManualClock) -> Services:
-        return with_fleet(services, clock)
-
-    async def test_ended_response_teaches_no_length(
-        self, stream: Stream, services: Services, clock: ManualClock
-    ) -> None:
-        before = expected_length(services)
-        on = chosen(await stream.body_first(STREAMED))[0]
-        await stream.response_headers(upstream=on, content_type=EVENTS)
-        for second in range(1, 61):
-            clock.advance(1.0)
-            put_replicas(services, running=2, steps=second * 30.0)
-        hangs(services, on)
-        assert (await stream.read()).immediate_response
-        await stream.end()
-        assert services.fleet.lengths.expected(0, 10_000.0) == before
 
 
 @pytest.mark.parametrize("config", [config_of(route={"models": {"chat": "llama"}})])

@@ -1,7 +1,6 @@
 """Start, health and stop of the gRPC server."""
 
 import asyncio
-import gc
 import socket
 from collections.abc import Callable
 
@@ -17,12 +16,10 @@ from extproc.proxy.service import SERVICE, GrpcServer
 from extproc.proxy.services import Services
 from tests.conftest import Logged
 from tests.fakes import replica
-from tests.proxy.conftest import config_of, put_replicas
+from tests.proxy.conftest import alive, config_of, put_replicas
 from tests.proxy.envoy_side import EnvoySide, running
 from tests.proxy.replies import MEMBERS, destination
 from tests.waiting import PATIENCE_S, until, until_read
-
-ANSWER = {"choices": [], "usage": {"prompt_tokens": 75, "completion_tokens": 33}}
 
 
 async def test_invalid_message_ends_only_its_stream(services: Services) -> None:
@@ -43,11 +40,6 @@ async def serving(channel: grpc.aio.Channel) -> list[str]:
     return found
 
 
-def grpc_servers() -> int:
-    gc.collect()
-    return sum(isinstance(each, grpc.aio.Server) for each in gc.get_objects())
-
-
 @pytest.mark.parametrize(
     "make", [GrpcServer, lambda _: EdsServer({}, MutualTlsSettings())], ids=["serve", "eds"]
 )
@@ -55,13 +47,13 @@ async def test_server_that_cannot_listen_leaves_no_grpc_server(
     services: Services, make: Callable[[Services], GrpcServer | EdsServer]
 ) -> None:
     """At exit, gRPC prints an error about each server that was never stopped."""
-    before, server = grpc_servers(), make(services)
+    before, server = alive(grpc.aio.Server), make(services)
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(OSError, match="cannot listen for Envoy"),
     ):
         await server.start(f"127.0.0.1:{taken.getsockname()[1]}")
-    assert grpc_servers() <= before
+    assert alive(grpc.aio.Server) <= before
 
 
 async def test_drain_waits_for_open_streams(services: Services) -> None:
@@ -73,7 +65,7 @@ async def test_drain_waits_for_open_streams(services: Services) -> None:
         await asyncio.sleep(0)
         assert await serving(channel) == ["liveness"]
         await stream.response_headers()
-        await stream.response_body(ANSWER)
+        await stream.response_body({})
         assert not stopping.done()
         await stream.end()
         await asyncio.wait_for(stopping, PATIENCE_S)

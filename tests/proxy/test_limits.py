@@ -1,7 +1,6 @@
 """Slow, silent and vanished clients and Envoys take a bounded part of the router."""
 
 import json
-import tracemalloc
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +16,7 @@ from extproc.proxy.service import GrpcServer
 from extproc.proxy.services import Services
 from tests.conftest import Logged
 from tests.fakes import chat, replica
-from tests.proxy.conftest import config_of, put_replicas
+from tests.proxy.conftest import config_of, put_replicas, traced
 from tests.proxy.envoy_side import CHAT, EnvoySide, Stream
 from tests.proxy.replies import MEMBERS, chunk_of, destination, error_of
 from tests.share.servers import proxied
@@ -140,12 +139,7 @@ async def test_request_in_flight_does_not_keep_its_body(
 ) -> None:
     await envoy.ask(body, path)  # imports modules and fills caches
     await stream.request_headers(path)
-    tracemalloc.start()
-    try:
-        await stream.request_body(body)
-        held, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    _, held, most = await traced(stream.request_body(body))
     assert most > size
     assert held < bound
 
@@ -158,15 +152,8 @@ async def test_logged_decision_keeps_no_arrays_of_requests_in_flight(
     put_replicas(services, 3, healthy=False)
     for _ in range(in_flight):
         services.fleet.dispatch(replica(1), chat(10))
-
     await envoy.ask()
-    tracemalloc.start()
-    try:
-        for _ in range(records):
-            await envoy.ask()
-        held, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    _, held, _ = await traced(*(envoy.ask() for _ in range(records)))
     assert len(services.log.last(2 * records)) == records + 1
     assert held < records * in_flight * 8
 

@@ -1,6 +1,5 @@
 """A response updates metrics, learned figures and failures of the replica."""
 
-import gc
 from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
@@ -10,12 +9,20 @@ from prometheus_client import CollectorRegistry
 
 from extproc.config import Config
 from extproc.observe.dashboard.warnings import pool_warnings
+from extproc.observe.decision import RequestOutcome
 from extproc.observe.metrics import RouterMetrics
 from extproc.predict.completion import Prediction
 from extproc.proxy.services import Services
 from tests.conftest import Logged
 from tests.fakes import MODEL, ManualClock, chat, replica
-from tests.proxy.conftest import config_of, put_replicas, router_of, samples, with_fleet
+from tests.proxy.conftest import (
+    alive,
+    config_of,
+    put_replicas,
+    router_of,
+    samples,
+    with_fleet,
+)
 from tests.proxy.envoy_side import (
     CHAT,
     EVENTS,
@@ -24,6 +31,7 @@ from tests.proxy.envoy_side import (
     RESPONSE_TRAILERS,
     STREAMED,
     TOKEN,
+    USAGE,
     EnvoySide,
     Local,
     Stream,
@@ -31,28 +39,35 @@ from tests.proxy.envoy_side import (
 from tests.proxy.replies import destination
 
 BY = {"model": MODEL, "objective": "chat"}
-USAGE = {
-    "prompt_tokens": 100,
-    "completion_tokens": 5,
-    "prompt_tokens_details": {"cached_tokens": 32},
-}
 TUNNEL = "127.0.0.1:15001"
 CONNECTION_FAILED, CONNECTION_TERMINATED, RETRIES_EXHAUSTED = 1 << 5, 1 << 6, 1 << 15
 """Envoy's response flags UF, UC and URX."""
+Happening = bytes | float | dict[str, float]
+"""Event of a stream, seconds that pass, or figures of a poll of both replicas."""
 
 
-async def begin_stream(stream: Stream) -> str:
-    """Asks for a stream; returns the first choice, which has begun to answer."""
-    first, _ = destination(await stream.ask(STREAMED, headers=NAMED))
-    await stream.response_headers(upstream=first, content_type=EVENTS)
-    return first
+async def play(
+    stream: Stream, services: Services, clock: ManualClock, happenings: list[Happening]
+) -> None:
+    for happening in happenings:
+        if isinstance(happening, bytes):
+            await stream.response_body(happening, end_of_stream=False)
+        elif isinstance(happening, float):
+            clock.advance(happening)
+        else:
+            put_replicas(services, **happening)
 
 
-async def tokens_at_end(stream: Stream, services: Services) -> int | None:
-    """Ends the stream; returns the output tokens of its record."""
+async def ended(stream: Stream, services: Services) -> RequestOutcome:
+    """Ends the stream; returns the outcome in its record."""
     await stream.end()
     (record,) = services.log.of_request("one")
-    return record.outcome.output_tokens
+    return record.outcome
+
+
+async def fail_until_ejected(envoy: EnvoySide, upstream: str = "") -> None:
+    for _ in range(5):  # a replica gets three of the five
+        await envoy.converse(status=500, upstream=upstream)
 
 
 @pytest.fixture
@@ -80,10 +95,8 @@ def value(registry: CollectorRegistry, name: str, by: Mapping[str, str] = BY) ->
 async def test_streamed_response_fills_time_and_prediction_metrics(
     stream: Stream, services: Services, clock: ManualClock, registry: CollectorRegistry
 ) -> None:
-    first = await begin_stream(stream)
-    clock.advance(0.5)
-    await stream.response_body(TOKEN, False)
-    clock.advance(2.0)
+    first = await stream.begin()
+    await play(stream, services, clock, [0.5, TOKEN, 2.0])
     await stream.response_body(LAST)
     await stream.end()
     (record,) = services.log.of_request("one")
@@ -116,10 +129,8 @@ async def test_infinite_prediction_leaves_sums_of_metrics_finite(
     services.fleet.responses.record("resp_1", replica(2))
     body = {"model": MODEL, "input": "word " * 100, "previous_response_id": "resp_1"}
     owner, _ = destination(await stream.ask(body, "/v1/responses"))
-    await stream.response_headers(upstream=owner)
     clock.advance(1.0)
-    await stream.response_body({})
-    await stream.end()
+    await stream.answer({}, upstream=owner)
     (result,) = services.results
     assert (result.replica, result.predicted_s) == (replica(2), inf)
     assert value(registry, "completion_seconds_sum") == 1.0
@@ -131,10 +142,8 @@ async def test_retry_on_other_replica_measures_no_prediction(
     stream: Stream, services: Services, clock: ManualClock, registry: CollectorRegistry
 ) -> None:
     first, second = destination(await stream.ask())
-    await stream.response_headers(upstream=second)
     clock.advance(1.5)
-    await stream.response_body({"usage": USAGE})
-    await stream.end()
+    await stream.answer({"usage": USAGE}, upstream=second)
     assert value(registry, "completion_seconds_sum") == 1.5
     assert value(registry, "completion_predicted_ratio_count") == 0.0
     assert value(registry, "prediction_error_ratio_count", {}) == 0
@@ -146,20 +155,14 @@ async def test_retry_on_other_replica_measures_no_prediction(
 
 @pytest.mark.parametrize(("address", "refutes"), [("", True), ("10.0.0.9:8000", False)])
 async def test_only_an_answer_of_the_replica_refutes_its_gauges(
-    envoy: EnvoySide, services: Services, clock: ManualClock, address: str, refutes: bool
+    stream: Stream, services: Services, clock: ManualClock, address: str, refutes: bool
 ) -> None:
-    figures = {"prompt_tokens": 1000.0, "generated_tokens": 100.0}
-    put_replicas(services, **figures)
+    poll: dict[str, float] = {"prompt_tokens": 1000.0, "generated_tokens": 100.0}
+    put_replicas(services, **poll)
     clock.advance(3.0)
-    async with envoy.stream() as stream:
-        first, _ = destination(await stream.ask(STREAMED))
-        await stream.response_headers(upstream=address or first, content_type=EVENTS, attempts=1)
-        await stream.response_body(TOKEN, False)
-        await stream.response_body(LAST)
-        await stream.end()
-    for _ in range(2):
-        clock.advance(3.0)
-        put_replicas(services, **figures)
+    first, _ = destination(await stream.ask(STREAMED))
+    await stream.answer(TOKEN, LAST, upstream=address or first, content_type=EVENTS, attempts=1)
+    await play(stream, services, clock, [3.0, poll] * 2)
     assert services.fleet.eligibility.conditions[first].frozen == refutes
 
 
@@ -171,11 +174,9 @@ async def test_late_first_token_teaches_load_time_of_adapters(
     loads = []
     for adapter in ("law", "tax"):
         async with envoy.stream() as stream:
-            await stream.ask(STREAMED | {"model": adapter})
+            await stream.begin(STREAMED | {"model": adapter})
             loads.append(services.log.last(1)[0].decision.forecast().adapter_load)
-            await stream.response_headers(upstream=replica(1), content_type=EVENTS)
-            clock.advance(5.0)
-            await stream.response_body(TOKEN, False)
+            await play(stream, services, clock, [5.0, TOKEN])
             await stream.response_body(LAST)
             await stream.end()
     assert 0.0 < loads[0] < 1.0 < loads[1]
@@ -191,12 +192,11 @@ async def test_unanswered_request_counts_as_demand(envoy: EnvoySide, services: S
     ("status", "counts"), [(200, True), (400, False), (429, True), (500, True)]
 )
 async def test_request_that_a_replica_refuses_is_no_demand(
-    envoy: EnvoySide, services: Services, clock: ManualClock, status: int, counts: bool
+    stream: Stream, services: Services, clock: ManualClock, status: int, counts: bool
 ) -> None:
-    async with envoy.stream() as stream:
-        await stream.ask(CHAT | {"n": 10_000})
-        clock.advance(0.1)
-        await stream.answer(status=status)
+    await stream.ask(CHAT | {"n": 10_000})
+    clock.advance(0.1)
+    await stream.answer(status=status)
     needed = services.demand.replicas(services.queue)
     assert needed > 100.0 if counts else needed < 0.5
 
@@ -204,8 +204,7 @@ async def test_request_that_a_replica_refuses_is_no_demand(
 async def test_ejection_and_recovery_are_logged(
     envoy: EnvoySide, services: Services, clock: ManualClock, logged: Logged
 ) -> None:
-    for _ in range(5):  # a replica gets three of the five
-        await envoy.converse(status=500)
+    await fail_until_ejected(envoy)
     (ejected,) = logged.lines()
     (name,) = (address for address in (replica(1), replica(2)) if address in str(ejected["msg"]))
     title = services.fleet.members.title(name)
@@ -224,8 +223,7 @@ async def test_ejection_and_recovery_are_logged(
 async def test_only_a_success_ends_an_ejection(
     envoy: EnvoySide, services: Services, clock: ManualClock, status: int, ejected: bool
 ) -> None:
-    for _ in range(5):  # a replica gets three of the five
-        await envoy.converse(status=500)
+    await fail_until_ejected(envoy)
     clock.advance(1.1)
     for _ in range(5):
         await envoy.converse(status=status)
@@ -240,9 +238,8 @@ async def test_only_a_success_ends_an_ejection(
     ],
 )
 async def test_ejection_names_the_last_failure(
-    envoy: EnvoySide, services: Services, logged: Logged,
-    served_by: str, status: int, flags: int, last: str,
-) -> None:  # fmt: skip
+    envoy: EnvoySide, logged: Logged, served_by: str, status: int, flags: int, last: str
+) -> None:
     for _ in range(8):
         async with envoy.stream() as stream:
             chosen, *_ = destination(await stream.ask())
@@ -251,18 +248,13 @@ async def test_ejection_names_the_last_failure(
 
 
 async def test_response_from_a_tunnel_counts_for_the_chosen_replica(
-    envoy: EnvoySide, services: Services
+    envoy: EnvoySide, stream: Stream, services: Services
 ) -> None:
-    async with envoy.stream() as stream:
-        first, _ = destination(await stream.ask(CHAT, headers=NAMED))
-        await stream.response_headers(upstream=TUNNEL)
-        assert services.fleet.in_flight_on(first) == 1
-        await stream.end()
-    (record,) = services.log.of_request("one")
-    assert record.outcome.served_by == first
+    first = await stream.begin(CHAT, upstream=TUNNEL)
+    assert services.fleet.in_flight_on(first) == 1
+    assert (await ended(stream, services)).served_by == first
     assert not services.fleet.eligibility.has_suspects
-    for _ in range(5):  # a replica gets three of the five
-        await envoy.converse(status=500, upstream=TUNNEL)
+    await fail_until_ejected(envoy, TUNNEL)
     (excluded,) = services.fleet.view("llama").excluded
     assert excluded.why == "ejected: 3 or more consecutive requests failed"
 
@@ -279,14 +271,9 @@ async def test_response_from_a_tunnel_counts_for_the_chosen_replica(
     ],
 )
 async def test_steps_counted_during_unread_stream_teach_its_length(
-    envoy: EnvoySide,
-    services: Services,
-    clock: ManualClock,
-    status: int | None,
-    retried: bool,
-    polled: bool,
-    learned: bool,
-) -> None:
+    envoy: EnvoySide, services: Services, clock: ManualClock,
+    status: int | None, retried: bool, polled: bool, learned: bool,
+) -> None:  # fmt: skip
     before, steps = expected_length(services), 0.0
     for _ in range(5):
         async with envoy.stream() as stream:
@@ -311,99 +298,87 @@ def expected_length(services: Services) -> float:
     return services.fleet.lengths.expected(0, 10_000.0)
 
 
-async def test_response_cut_off_teaches_no_length(
-    stream: Stream, services: Services, clock: ManualClock
+@unread
+async def test_response_that_the_router_ends_teaches_no_length(
+    services: Services, clock: ManualClock
+) -> None:
+    before, router = expected_length(services), Local(services)
+    async with EnvoySide(router).stream() as stream:
+        on = await stream.begin()
+        for second in range(1, 61):
+            clock.advance(1.0)
+            put_replicas(services, running=2, steps=second * 30.0)
+        put_replicas(services, 1 + (on == replica(2)), healthy=False, unanswered_s=20.5)
+        router.server.end_hung()
+        assert (await stream.read()).immediate_response
+        await stream.end()
+    assert services.fleet.lengths.expected(0, 10_000.0) == before
+
+
+ERROR = b'data: {"error": {"code": 503}}\n\ndata: [DONE]\n\n'
+
+
+@pytest.mark.parametrize(
+    ("tokens", "last"),
+    [(1, b""), (0, ERROR), (3, ERROR)],
+    ids=["cut off", "error instead of tokens", "error after tokens"],
+)
+async def test_incomplete_stream_teaches_no_length(
+    stream: Stream, services: Services, clock: ManualClock, tokens: int, last: bytes
 ) -> None:
     before = expected_length(services)
-    await begin_stream(stream)
-    await stream.response_body(TOKEN, False)
-    clock.advance(1.0)
-    put_replicas(services, running=2, steps=30.0)
-    await stream.end()
+    await stream.begin()
+    await play(stream, services, clock, [*[TOKEN] * tokens, 1.0, {"running": 2, "steps": 30.0}])
+    if last:
+        await stream.response_body(last)
+    outcome = await ended(stream, services)
     assert services.fleet.lengths.expected(0, 10_000.0) == before
-    (record,) = services.log.of_request("one")
-    assert (record.outcome.status, record.outcome.completion_s) == (200, None)
+    assert (outcome.status, outcome.completion_s) == (200, None)
+    assert (outcome.ttft_s is None) is (tokens == 0)
 
 
 async def test_trailers_end_a_response(stream: Stream, services: Services) -> None:
-    await begin_stream(stream)
+    await stream.begin()
     await stream.response_body(LAST, end_of_stream=False)
     await stream.send(RESPONSE_TRAILERS)
-    await stream.end()
-    (record,) = services.log.of_request("one")
-    assert (record.outcome.completion_s, record.outcome.output_tokens) == (0.0, 5)
+    outcome = await ended(stream, services)
+    assert (outcome.completion_s, outcome.output_tokens) == (0.0, 5)
 
 
-@pytest.mark.parametrize("tokens", [0, 3])
-async def test_stream_that_ends_with_an_error_teaches_nothing(
-    stream: Stream, services: Services, clock: ManualClock, tokens: int
-) -> None:
-    before = expected_length(services)
-    await begin_stream(stream)
-    for _ in range(tokens):
-        await stream.response_body(TOKEN, False)
-    clock.advance(1.0)
-    put_replicas(services, running=2, steps=30.0)
-    await stream.response_body(b'data: {"error": {"code": 503}}\n\ndata: [DONE]\n\n')
-    await stream.end()
-    assert services.fleet.lengths.expected(0, 10_000.0) == before
-    (record,) = services.log.of_request("one")
-    assert record.outcome.completion_s is None
-    assert (record.outcome.ttft_s is None) is (tokens == 0)
+OUTPUTS: dict[str, tuple[dict[str, float], list[Happening], int]] = {
+    # With speculative decoding, vLLM sends the tokens of a step together.
+    "tokens of a step": ({"tokens_per_step": 3.0}, [TOKEN] * 4, 1 + 4 * 3),
+    # vLLM does so if its server is busy, or with ``--stream-interval``.
+    "tokens of several steps": (
+        {"steps": 0.0}, [TOKEN, 1.0, {"running": 1, "steps": 20.0}], 1 + 20,
+    ),
+    # The prompt takes longer than predicted, and the replica's other requests go on.
+    "steps before the first token": (
+        {"steps": 0.0},
+        [
+            *(1.0, {"running": 2, "steps": 20.0}, 1.0, {"running": 2, "steps": 40.0}),
+            *(1.0, {"running": 2, "steps": 60.0}, TOKEN),
+            *(0.1, {"running": 2, "steps": 62.0}, TOKEN),
+        ],
+        3,
+    ),
+    "steps that are only predicted": (
+        {"steps": 0.0}, [TOKEN, 0.1, {"running": 1, "steps": 1.0}, 0.2], 2,
+    ),
+}  # fmt: skip
+"""Figures of a replica, what happens before the last token, and the counted tokens."""
 
 
-async def test_events_without_usage_count_as_the_tokens_of_a_step(
-    stream: Stream, services: Services
-) -> None:
-    """With speculative decoding, vLLM sends the tokens of a step together."""
-    put_replicas(services, tokens_per_step=3.0)
-    await begin_stream(stream)
-    for left in (4, 3, 2, 1, 0):
-        await stream.response_body(TOKEN, not left)
-    assert await tokens_at_end(stream, services) == 1 + 4 * 3
-
-
-async def test_steps_count_where_events_have_the_tokens_of_several(
-    stream: Stream, services: Services, clock: ManualClock
-) -> None:
-    """vLLM does so if its server is busy, or with ``--stream-interval``."""
-    put_replicas(services, steps=0.0)
-    await begin_stream(stream)
-    await stream.response_body(TOKEN, False)
-    clock.advance(1.0)
-    put_replicas(services, running=1, steps=20.0)
+@pytest.mark.parametrize(("figures", "happenings", "tokens"), OUTPUTS.values(), ids=OUTPUTS)
+async def test_tokens_of_stream_without_usage_are_counted_by_events_and_steps(
+    stream: Stream, services: Services, clock: ManualClock,
+    figures: dict[str, float], happenings: list[Happening], tokens: int,
+) -> None:  # fmt: skip
+    put_replicas(services, **figures)
+    await stream.begin()
+    await play(stream, services, clock, happenings)
     await stream.response_body(TOKEN)
-    assert await tokens_at_end(stream, services) == 1 + 20
-
-
-async def test_steps_before_the_observed_first_token_do_not_count(
-    stream: Stream, services: Services, clock: ManualClock
-) -> None:
-    """The prompt took longer than predicted, and the replica's other requests went on."""
-    put_replicas(services, steps=0.0)
-    await begin_stream(stream)
-    for second in range(1, 4):
-        clock.advance(1.0)
-        put_replicas(services, running=2, steps=20.0 * second)
-    await stream.response_body(TOKEN, False)
-    clock.advance(0.1)
-    put_replicas(services, running=2, steps=62.0)
-    await stream.response_body(TOKEN, False)
-    await stream.response_body(TOKEN)
-    assert await tokens_at_end(stream, services) == 3
-
-
-async def test_predicted_steps_do_not_count_beyond_the_events(
-    stream: Stream, services: Services, clock: ManualClock
-) -> None:
-    put_replicas(services, steps=0.0)
-    await begin_stream(stream)
-    await stream.response_body(TOKEN, False)
-    clock.advance(0.1)
-    put_replicas(services, running=1, steps=1.0)
-    clock.advance(0.2)
-    await stream.response_body(TOKEN)
-    assert await tokens_at_end(stream, services) == 2
+    assert (await ended(stream, services)).output_tokens == tokens
 
 
 async def test_stream_without_usage_teaches_completion_error(
@@ -411,11 +386,9 @@ async def test_stream_without_usage_teaches_completion_error(
 ) -> None:
     for _ in range(5):
         async with envoy.stream() as stream:
-            first, _ = destination(await stream.ask(STREAMED))
-            await stream.response_headers(upstream=first, content_type=EVENTS)
-            clock.advance(500.0)
-            put_replicas(services)
-            await stream.response_body(b"data: [DONE]\n\n", True)
+            await stream.begin()
+            await play(stream, services, clock, [500.0, {}])
+            await stream.response_body(b"data: [DONE]\n\n")
             await stream.end()
     assert services.router.error_quantiles.completion.ratio > 1.1
 
@@ -428,17 +401,14 @@ async def test_unread_stream_has_no_completion_time(
     await stream.ask(STREAMED, headers=NAMED)
     reply = await stream.response_headers(content_type=EVENTS)
     assert reply.mode_override is None
-    await stream.end()
-    (record,) = services.log.of_request("one")
-    assert (record.outcome.status, record.outcome.completion_s) == (200, None)
+    outcome = await ended(stream, services)
+    assert (outcome.status, outcome.completion_s) == (200, None)
     assert value(registry, "prediction_error_ratio_count", {}) == 0
 
 
 async def test_sequences_report_no_cached_tokens(stream: Stream, services: Services) -> None:
     first, _ = destination(await stream.ask(CHAT | {"n": 2}))
-    await stream.response_headers(upstream=first)
-    await stream.response_body({"usage": USAGE})
-    await stream.end()
+    await stream.answer({"usage": USAGE}, upstream=first)
     assert [result.cached for result in services.results] == [None]
 
 
@@ -472,12 +442,7 @@ async def test_usage_teaches_image_tokens(envoy: EnvoySide, services: Services) 
     ],
 )
 async def test_request_that_fails_on_two_replicas_counts_only_if_the_second_refused_it(
-    envoy: EnvoySide,
-    services: Services,
-    clock: ManualClock,
-    status: int,
-    flags: int,
-    counts: bool,
+    envoy: EnvoySide, services: Services, clock: ManualClock, status: int, flags: int, counts: bool
 ) -> None:
     for _ in range(3):
         clock.advance(1.1)
@@ -538,16 +503,11 @@ async def test_replicas_with_another_key_are_no_second_choice_of_each_other(
 async def test_request_in_flight_keeps_no_candidates() -> None:
     """A thousand candidates would take 0.3 MB for each request in flight."""
     services = router_of(config_of(serve={"decisions_kept": 0}), 1)
-
-    def predictions() -> int:
-        gc.collect()
-        return sum(isinstance(item, Prediction) for item in gc.get_objects())
-
-    before = predictions()
+    before = alive(Prediction)
     async with EnvoySide(Local(services)).stream() as stream:
         assert destination(await stream.ask())
         assert services.fleet.in_flight == 1
-        assert predictions() == before
+        assert alive(Prediction) == before
 
 
 async def test_session_follows_serving_replica_without_its_id() -> None:

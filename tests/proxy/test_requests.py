@@ -15,7 +15,7 @@ from extproc.proxy import stream as stream_module
 from extproc.proxy.services import Services
 from extproc.request.endpoint import Endpoint
 from tests.conftest import Logged
-from tests.fakes import CountedName, ManualClock, replica, state
+from tests.fakes import CountedName, replica
 from tests.proxy.conftest import config_of, put_replicas, samples
 from tests.proxy.envoy_side import CHAT, PROTOCOLS, EnvoySide, Stream, body_first
 from tests.proxy.replies import (
@@ -24,6 +24,7 @@ from tests.proxy.replies import (
     HeaderMode,
     body_of,
     chosen,
+    common,
     destination,
     error_of,
     header_of,
@@ -172,16 +173,11 @@ LOADING: dict[str, Any] = {"models": (), "healthy": False}
     ],
 )
 async def test_alias_whose_replicas_are_down_gets_503(
-    envoy: EnvoySide,
-    services: Services,
-    model: str,
-    first: dict[str, Any],
-    second: dict[str, Any],
+    envoy: EnvoySide, services: Services, model: str, first: dict[str, Any], second: dict[str, Any]
 ) -> None:
     """Envoy's fallback would send the alias, and a replica that is just back would answer 404."""
-    clock = ManualClock(services.wall())
-    for number, figures in ((1, first), (2, second)):
-        services.fleet.put(state(number, "llama-8b-a10", clock, **figures))
+    put_replicas(services, 1, **first)
+    put_replicas(services, 2, **second)
     for _ in range(10):
         assert status_of(await envoy.ask(named(model=model))) == 503
 
@@ -405,17 +401,9 @@ async def test_header_attributes_may_hold_any_bytes(envoy: EnvoySide, services: 
 async def test_request_is_routed_and_outcome_logged(
     stream: Stream, services: Services, protocol: str, retried: bool
 ) -> None:
-    headers = {"x-request-id": "abc"}
-    if protocol == "body first":
-        reply = await stream.body_first(CHAT, headers=headers)
-    else:
-        reply = await stream.request_headers(headers=headers)
-        assert reply.request_headers is not None
-        assert destination(reply) == []
-        reply = await stream.request_body(CHAT)
-    assert reply.request_body is not None
-    assert reply.request_body.response is not None
-    assert not reply.request_body.response.clear_route_cache
+    send = stream.body_first if protocol == "body first" else stream.ask
+    reply = await send(CHAT, headers={"x-request-id": "abc"})
+    assert not common(reply).clear_route_cache
     first, second = routed_to(reply)
     assert {first, second} == MEMBERS
     assert (services.fleet.in_flight, services.fleet.in_flight_on(first)) == (1, 1)
@@ -423,8 +411,7 @@ async def test_request_is_routed_and_outcome_logged(
     served, other = (second, first) if retried else (first, second)
     reply = await stream.response_headers(upstream=served)
     assert mode_of(reply).response_body_mode == BodyMode.STREAMED
-    assert services.fleet.in_flight_on(served) == 1
-    assert services.fleet.in_flight_on(other) == 0
+    assert [services.fleet.in_flight_on(each) for each in (served, other)] == [1, 0]
     assert (await stream.response_body(ANSWER)).response_body is not None
     await stream.end()
 

@@ -224,9 +224,7 @@ async def play(events: list[tuple[Any, Any]]) -> None:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(EVENTS, min_size=20, max_size=60))
-def test_any_messages_leave_ledger_and_memory_as_before(
-    events: list[tuple[Any, Any]],
-) -> None:
+def test_any_messages_leave_ledger_and_memory_as_before(events: list[tuple[Any, Any]]) -> None:
     asyncio.run(play(events))
 
 

@@ -56,8 +56,7 @@ Serving = Callable[[dict[str, str]], AbstractAsyncContextManager[int]]
 
 @asynccontextmanager
 async def router(settings: dict[str, str]) -> AsyncIterator[int]:
-    services = router_of(config_of(serve=settings))
-    server = GrpcServer(services)
+    server = GrpcServer(router_of(config_of(serve=settings)))
     port = await server.start("127.0.0.1:0")
     try:
         yield port
@@ -167,48 +166,43 @@ async def test_expired_certificate_is_logged(
     assert line["reason"] == f"{files.cert}: certificate has expired"
 
 
-def spoil(files: Files, problem: str) -> None:
-    match problem:
-        case "missing":
-            files.key.unlink()
-        case "directory":
-            files.cert.unlink()
-            files.cert.mkdir()
-        case "other key":
-            shutil.copy(files.ours.sign("other")[1], files.key)
-        case "no certificate":
-            shutil.copy(files.key, files.cert)
-        case "no key":
-            shutil.copy(files.cert, files.key)
-        case "no authority":
-            files.client_ca.write_bytes(b"")
+def replace_by_directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+PROBLEMS: dict[str, tuple[Callable[[Files], object], str, str]] = {
+    "missing": (lambda files: files.key.unlink(), "tls_key", "No such file or directory"),
+    "directory": (lambda files: replace_by_directory(files.cert), "tls_cert", "Is a directory"),
+    "other key": (
+        lambda files: shutil.copy(files.ours.sign("other")[1], files.key),
+        *("tls_key", "is not the key of the certificate in"),
+    ),
+    "no certificate": (
+        lambda files: shutil.copy(files.key, files.cert),
+        *("tls_cert", "holds no certificate (PEM)"),
+    ),
+    "no key": (
+        lambda files: shutil.copy(files.cert, files.key),
+        *("tls_key", "holds no key (PEM), or one with a password"),
+    ),
+    "no authority": (
+        lambda files: files.client_ca.write_bytes(b""),
+        *("tls_client_ca", "holds no certificate (PEM)"),
+    ),
+}
 
 
 @pytest.mark.parametrize(
     ("command", "section"),
     [("serve", "serve"), ("eds", "eds"), ("check", "serve"), ("check", "eds")],
 )
-@pytest.mark.parametrize(
-    ("problem", "setting", "said"),
-    [
-        ("missing", "tls_key", "No such file or directory"),
-        ("directory", "tls_cert", "Is a directory"),
-        ("other key", "tls_key", "is not the key of the certificate in"),
-        ("no certificate", "tls_cert", "holds no certificate (PEM)"),
-        ("no key", "tls_key", "holds no key (PEM), or one with a password"),
-        ("no authority", "tls_client_ca", "holds no certificate (PEM)"),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "setting", "said"), PROBLEMS.values(), ids=PROBLEMS)
 def test_unusable_tls_file_is_named(
-    files: Files,
-    capsys: pytest.CaptureFixture[str],
-    command: str,
-    section: str,
-    problem: str,
-    setting: str,
-    said: str,
-) -> None:
-    spoil(files, problem)
+    files: Files, capsys: pytest.CaptureFixture[str], command: str, section: str,
+    spoil: Callable[[Files], object], setting: str, said: str,
+) -> None:  # fmt: skip
+    spoil(files)
     assert main([command, "--serve.admin=127.0.0.1:0", *files.flags(section)]) == 2
     error = capsys.readouterr().err
     assert f"{section}.{setting}: {files.settings[setting]}" in error

@@ -5,7 +5,6 @@ import gc
 import json
 import logging
 import re
-import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from extproc.route.decision import Decision
 from extproc.route.queue import Queue
 from extproc.route.waiting import Waiting
 from tests.fakes import ManualClock, chat, replica
-from tests.proxy.conftest import config_of, put_replicas, samples, with_fleet
+from tests.proxy.conftest import alive, config_of, put_replicas, samples, traced, with_fleet
 from tests.proxy.envoy_side import CHAT, EnvoySide, Stream, body_first
 from tests.proxy.replies import (
     MEMBERS,
@@ -123,12 +122,8 @@ async def test_queued_body_is_held_once(stream: Stream, services: Services, full
     size = 8 * 2**20
     body = json.dumps(long("third") | {"model": "chat", "filler": "x" * size}).encode()
     message = bytes(body_first(body))
-    tracemalloc.start()
-    try:
-        assert asks_envoy_to_wait(await stream.send_bytes(message))
-        held, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    reply, held, _ = await traced(stream.send_bytes(message))
+    assert asks_envoy_to_wait(reply)
     assert size < held < 1.2 * size
     assert services.body_memory.free == BODY_MEMORY_BYTES - len(body)
     stream.reset()
@@ -151,16 +146,10 @@ async def test_queued_request_keeps_neither_message_nor_decision(
     stream: Stream, services: Services, full: Full, wait: Callable[[Stream, Services], Any]
 ) -> None:
     """The headers may take many kB; a decision among a thousand replicas takes 0.3 MB."""
-
-    def large() -> int:
-        gc.collect()
-        kinds = ProcessingRequest, Decision
-        return sum(isinstance(item, kinds) for item in gc.get_objects())
-
-    before = large()
+    before = alive(ProcessingRequest), alive(Decision)
     await wait(stream, services)
     assert len(services.queue) == 1
-    assert large() == before
+    assert (alive(ProcessingRequest), alive(Decision)) == before
     stream.reset()
 
 
