@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from functools import partial
+from math import inf
 
 import aiohttp
 import grpc
@@ -26,13 +26,11 @@ ROOM = 10_000
 BEGUN = b'{"model": "llama", "messages": [{"role": "user", "content": "'
 
 
-async def begin(stream: Stream) -> None:
+async def begin(stream: Stream, services: Services, free: float = inf) -> None:
+    """Sends a part of a body; waits until less than ``free`` bytes of memory are free."""
     await stream.write_headers()
     await stream.write_body(BEGUN + b"a" * 4000, end_of_stream=False)
-
-
-def has_less_than(services: Services, size: int) -> bool:
-    return services.body_memory.free < size
+    await until(lambda: services.body_memory.free < free)
 
 
 @pytest.mark.parametrize("config", [config_of(serve={"max_streams": 2})])
@@ -69,10 +67,9 @@ class TestBodies:
 
     async def test_stalled_body_is_evicted(self, envoy: EnvoySide, services: Services) -> None:
         async with envoy.stream() as stalled, envoy.stream() as slow, envoy.stream() as other:
-            for stream, left in ((stalled, 6000), (slow, 2000)):
-                await begin(stream)
-                await until(partial(has_less_than, services, left))
-            await begin(other)
+            await begin(stalled, services, 6000)
+            await begin(slow, services, 2000)
+            await begin(other, services)
             assert error_of(await stalled.read())["code"] == "no_memory"
             await stalled.write_body(b"more")
             assert chunk_of(await stalled.read()) == (b"more", True)
@@ -87,7 +84,7 @@ class TestBodies:
     ) -> None:
         services.body_memory.free = 100
         async with envoy.stream() as stream:
-            await begin(stream)
+            await begin(stream, services)
             assert destination(await stream.read())
             assert chunk_of(await stream.read()) == (BEGUN + b"a" * 4000, False)
         put_replicas(services, 3, models=("other",))
@@ -101,9 +98,8 @@ class TestBodies:
         self, envoy: EnvoySide, services: Services
     ) -> None:
         async with envoy.stream() as stalled, envoy.stream() as other, envoy.stream() as large:
-            for stream, left in ((stalled, 6000), (other, 2000)):
-                await begin(stream)
-                await until(partial(has_less_than, services, left))
+            await begin(stalled, services, 6000)
+            await begin(other, services, 2000)
             await large.write_headers()
             await large.write_body(BEGUN + b"a" * 3 * ROOM + b'"}]}')
             for stream in (stalled, other):

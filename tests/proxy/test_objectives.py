@@ -7,7 +7,7 @@ import pytest
 from extproc.config import Config
 from extproc.proxy.services import Services
 from extproc.request.objective import NO_OBJECTIVE, Objective
-from tests.proxy.conftest import config_of, router_of, samples
+from tests.proxy.conftest import config_of, put_replicas, router_of, samples
 from tests.proxy.envoy_side import CHAT, EnvoySide, Local, Stream
 from tests.proxy.replies import chosen, error_of
 
@@ -19,16 +19,17 @@ OBJECTIVES = {
     "whole": {"completion_s": 0.001, "sheddable": True},
 }
 ALLOWED = {"allow_inference_headers": True}
-allowed = pytest.mark.parametrize("config", [ALLOWED], indirect=True)
+allowed = pytest.mark.parametrize("config", [{"hold": ALLOWED}], indirect=True)
 
 
 @pytest.fixture
 def config(request: pytest.FixtureRequest) -> Config:
-    hold = {"objectives": OBJECTIVES, "objective_header": "X-Objective"}
+    """With ``param``: further settings of ``hold`` and ``route``."""
+    more: dict[str, dict[str, object]] = {"hold": {}, "route": {}} | getattr(request, "param", {})
     return config_of(
-        hold=hold | getattr(request, "param", {}),
+        hold={"objectives": OBJECTIVES, "objective_header": "X-Objective"} | more["hold"],
         request={"tenant_header": "X-Tenant"},
-        route={"models": {"coder": "llama"}, "seed": 1},
+        route={"models": {"coder": "llama"}, "seed": 1} | more["route"],
     )
 
 
@@ -79,10 +80,7 @@ async def test_objective_follows_header_then_tenant_then_model(
             {"x-objective": "chat", "x-llm-d-slo-tpot-ms": "50"},
             Objective("chat", 2, ttft_s=20.0, tpot_s=0.05),
         ),
-        (
-            {"x-objective": "chat", "x-slo-ttft-ms": "40000"},
-            Objective("chat", 2, ttft_s=40.0),
-        ),
+        ({"x-objective": "chat", "x-slo-ttft-ms": "40000"}, Objective("chat", 2, ttft_s=40.0)),
         *(({"x-slo-ttft-ms": wrong}, NO_OBJECTIVE) for wrong in ("", "x", "-1", "0", "inf", "nan")),
     ],
 )
@@ -92,7 +90,7 @@ async def test_allowed_inference_headers_set_objective(
     assert await objective_of(envoy, services, headers) == expected
 
 
-@pytest.mark.parametrize("config", [{}, ALLOWED], indirect=True)
+@pytest.mark.parametrize("config", [{}, {"hold": ALLOWED}], indirect=True)
 @pytest.mark.parametrize(
     "headers",
     [{"x-objective": "whole"}, {"x-objective": "soon", "x-llm-d-slo-ttft-ms": "0.1"}],
@@ -112,30 +110,28 @@ async def test_sheddable_request_beyond_target_is_refused(
 
 
 limited = pytest.mark.parametrize(
-    ("limits", "headers"),
-    [({"max_ttft_s": 0.001}, {}), ({}, {"x-objective": "whole"})],
+    ("config", "headers"),
+    [({"route": {"max_ttft_s": 0.001}}, {}), ({}, {"x-objective": "whole"})],
+    indirect=["config"],
     ids=["limit of the pool", "target of the request"],
 )
 
 
 @limited
 async def test_prompt_that_fits_nowhere_is_refused_by_a_replica(
-    config: Config, limits: dict[str, float], headers: dict[str, str]
+    envoy: EnvoySide, services: Services, headers: dict[str, str]
 ) -> None:
     """The error of a replica names the limit. A 429 of the router would say: try again."""
-    route = config.route.model_copy(update=limits)
-    services = router_of(config.model_copy(update={"route": route}), max_model_len=8)
-    assert chosen(await EnvoySide(Local(services)).ask_body_first(CHAT, headers=headers))
+    put_replicas(services, max_model_len=8)
+    assert chosen(await envoy.ask_body_first(CHAT, headers=headers))
 
 
 @limited
 async def test_idle_replica_whose_speed_is_not_measured_is_never_too_slow(
-    config: Config, limits: dict[str, float], headers: dict[str, str]
+    config: Config, headers: dict[str, str]
 ) -> None:
     """If all requests were refused, the speed of the replica would never be measured."""
-    route = config.route.model_copy(update=limits)
-    services = router_of(config.model_copy(update={"route": route}), measured=False)
-    envoy = EnvoySide(Local(services))
+    envoy = EnvoySide(Local(router_of(config, measured=False)))
     async with envoy.stream() as first, envoy.stream() as second, envoy.stream() as third:
         replies = [
             await stream.body_first(CHAT, headers=headers) for stream in (first, second, third)

@@ -67,7 +67,7 @@ async def ask(envoy: EnvoySide, body: dict[str, Any], status: int = 200) -> None
         await stream.answer(ANSWER, status=status, upstream=to[0])
 
 
-async def recorded(services: Services, folder: Path, envoy: EnvoySide) -> Recorded:
+async def recorded(services: Services, folder: Path) -> Recorded:
     await until(lambda: services.fleet.in_flight == 0)
     await write_record(services)
     return read(folder)
@@ -194,7 +194,7 @@ async def test_record_holds_no_text(services: Services, envoy: EnvoySide, folder
     body = CHAT | {"messages": [{"role": "user", "content": f"the {CANARY} " * 60}]}
     await ask(envoy, body | {"max_tokens": 40})
     await ask(envoy, body, status=503)
-    record = await recorded(services, folder, envoy)
+    record = await recorded(services, folder)
     (request,) = record.requests
     assert record.excluded == {"failed": 1}
     assert record.start.config["route"]["policy"] == "lmetric"
@@ -213,7 +213,7 @@ async def test_record_counts_refusals(services: Services, envoy: EnvoySide, fold
     await ask(envoy, CHAT)
     reply = await envoy.ask_body_first(CHAT | {"model": "nobody's"})
     assert reply.immediate_response is not None
-    record = await recorded(services, folder, envoy)
+    record = await recorded(services, folder)
     assert record.excluded == {"refused (model_not_found)": 1}
 
 
@@ -314,7 +314,7 @@ async def test_record_truncates_prefix_keys(
     """Whole keys would reveal the sum of a unit's words."""
     content = "".join(map(str, range(1000)))
     await ask(envoy, CHAT | {"messages": [{"role": "user", "content": content}]})
-    (asked,) = (await recorded(services, folder, envoy)).requests
+    (asked,) = (await recorded(services, folder)).requests
     units = 2890 // 256  # in bytes: the digits of these numbers
     assert len(b64decode(asked.keys)) == 4 * units
     assert len(set(keys_of(asked.keys).tolist())) == units
@@ -330,6 +330,6 @@ async def test_record_marks_cut_answers(
     await stream.response_headers(upstream=to, content_type="text/event-stream")
     await stream.response_body(b"data: {}\n\n", end_of_stream=False)
     await stream.end()
-    record = await recorded(services, folder, envoy)
+    record = await recorded(services, folder)
     assert record.excluded == {"failed": 1}
     assert sorted(request.cut for request in record.requests) == [False, True]

@@ -108,13 +108,9 @@ SENT_ON: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
 @in_each_protocol
 @pytest.mark.parametrize(("body", "objective", "path", "written"), SENT_ON)
 async def test_body_gets_model_name_and_priority(
-    envoy: EnvoySide,
-    protocol: str,
-    body: dict[str, Any],
-    objective: str,
-    path: str,
-    written: dict[str, Any],
-) -> None:
+    envoy: EnvoySide, protocol: str, body: dict[str, Any],
+    objective: str, path: str, written: dict[str, Any],
+) -> None:  # fmt: skip
     headers = {"x-objective": objective} if objective else {}
     reply, changed = await envoy.route(protocol, body, path, headers)
     assert set(routed_to(reply)) == MEMBERS
@@ -210,13 +206,9 @@ PATHS: list[tuple[str, dict[str, Any], Endpoint, float]] = [
 
 @pytest.mark.parametrize(("path", "body", "endpoint", "tokens"), PATHS)
 async def test_each_inference_path_is_routed_with_model_and_priority(
-    stream: Stream,
-    services: Services,
-    path: str,
-    body: dict[str, Any],
-    endpoint: Endpoint,
-    tokens: float,
-) -> None:
+    stream: Stream, services: Services, path: str,
+    body: dict[str, Any], endpoint: Endpoint, tokens: float,
+) -> None:  # fmt: skip
     reply = await stream.body_first(body | {"model": "chat", "priority": -999}, path)
     assert services.fleet.in_flight == 1
     await stream.end()
@@ -254,14 +246,9 @@ ANTHROPIC_ERRORS = [
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 @pytest.mark.parametrize(("body", "status", "kind"), ANTHROPIC_ERRORS)
 async def test_messages_endpoints_refuse_in_anthropics_form(
-    services: Services,
-    envoy: EnvoySide,
-    protocol: str,
-    path: str,
-    body: Any,
-    status: int,
-    kind: str,
-) -> None:
+    services: Services, envoy: EnvoySide, protocol: str,
+    path: str, body: Any, status: int, kind: str,
+) -> None:  # fmt: skip
     put_replicas(services, 3, models=("down",), healthy=False)
     reply, _ = await envoy.route(protocol, body, path)
     assert status_of(reply) == status

@@ -20,8 +20,9 @@ REQUEST = {"model": "llama", "input": "Tell me of the sea."}
 
 
 async def respond(
-    envoy: EnvoySide, upstream: str, body: dict[str, Any], number: int = 1, streamed: bool = False
+    envoy: EnvoySide, upstream: str, body: dict[str, Any], number: int = 1
 ) -> BodyMode | None:
+    streamed = body.get("stream", False)
     async with envoy.stream() as stream:
         reply = await stream.request_headers(RESPONSES)
         assert reply.mode_override is None  # Envoy forwards the response
@@ -44,7 +45,7 @@ async def test_stored_response_continues_on_its_owner(
 ) -> None:
     """The owner is the replica that served, even if another was chosen."""
     served = replica(2 if second else 1)
-    await respond(envoy, served, {"stream": streamed}, streamed=streamed)
+    await respond(envoy, served, {"stream": streamed})
     for _ in range(5):
         reply = await envoy.ask(REQUEST | {"previous_response_id": "resp_1"}, RESPONSES)
         assert destination(reply) == [served, served]  # another replica would answer 404
@@ -77,12 +78,12 @@ async def test_stored_streams_are_read_for_response_ids() -> None:
     while services.responses.takes(services.clock(), 1.0):
         pass  # the budget for other responses is spent
     for number in range(5):
-        mode = await respond(envoy, replica(1), {"stream": True}, number, streamed=True)
+        mode = await respond(envoy, replica(1), {"stream": True}, number)
         assert mode is BodyMode.STREAMED
     owners = [services.fleet.response_owner(f"resp_{number}") for number in range(5)]
     assert owners == [replica(1)] * 5
     unstored = {"stream": True, "store": False}
-    assert await respond(envoy, replica(1), unstored, 200, streamed=True) is None
+    assert await respond(envoy, replica(1), unstored, 200) is None
     assert services.fleet.response_owner("resp_200") is None
 
 
@@ -102,17 +103,11 @@ async def test_background_response_has_no_completion(envoy: EnvoySide, services:
     ],
 )
 async def test_id_is_searched_until_it_is_found_or_too_late(
-    envoy: EnvoySide,
-    services: Services,
-    monkeypatch: pytest.MonkeyPatch,
-    chunks: list[bytes],
-    searches: int,
-    owner: str,
-) -> None:
+    envoy: EnvoySide, services: Services, monkeypatch: pytest.MonkeyPatch,
+    chunks: list[bytes], searches: int, owner: str,
+) -> None:  # fmt: skip
     search = Mock(side_effect=response_id)
     monkeypatch.setattr(in_flight, "response_id", search)
-    async with envoy.stream() as stream:
-        await stream.ask(REQUEST, RESPONSES)
-        await stream.answer(*chunks, upstream=replica(1))
+    await envoy.converse(REQUEST, *chunks, upstream=replica(1), path=RESPONSES)
     assert search.call_count == searches
     assert (services.fleet.response_owner("resp_1") or "") == owner

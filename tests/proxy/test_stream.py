@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from random import Random
@@ -50,23 +50,11 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def stop_reading(call: LocalCall) -> None:
-    call.context.reads_replies.clear()
-
-
-async def read_again(call: LocalCall) -> None:
-    call.context.reads_replies.set()
-
-
-async def reset(call: LocalCall) -> None:
-    call.cancel()
-
-
-CONTROLS: dict[str, Callable[[LocalCall], Awaitable[None]]] = {
-    "end": LocalCall.done_writing,
-    "reset": reset,
-    "stop": stop_reading,
-    "go on": read_again,
+CONTROLS: dict[str, Callable[[LocalCall], object]] = {
+    "end": lambda call: call.context.messages.put_nowait(grpc.aio.EOF),
+    "reset": LocalCall.cancel,
+    "stop": lambda call: call.context.reads_replies.clear(),
+    "go on": lambda call: call.context.reads_replies.set(),
 }
 
 
@@ -110,13 +98,9 @@ CONVERSATIONS: list[tuple[list[ProcessingRequest], list[str], int, dict[str, int
 @pytest.mark.parametrize(("sent", "phases", "in_flight", "counted"), CONVERSATIONS)
 @pytest.mark.parametrize("leave", ["end", "reset"])
 async def test_stream_answers_each_message_and_leaves_nothing(
-    services: Services,
-    sent: list[ProcessingRequest],
-    phases: list[str],
-    in_flight: int,
-    counted: dict[str, int],
-    leave: str,
-) -> None:
+    services: Services, sent: list[ProcessingRequest], phases: list[str],
+    in_flight: int, counted: dict[str, int], leave: str,
+) -> None:  # fmt: skip
     call, free = Local(services).begin(), services.body_memory.free
     for message in sent:
         await call.write(bytes(message))
@@ -126,7 +110,7 @@ async def test_stream_answers_each_message_and_leaves_nothing(
     assert [which_one_of(reply, "response")[0] for reply in replies] == phases
     assert services.fleet.in_flight == in_flight
     assert samples(services.metrics.requests) == {(name,): n for name, n in counted.items()}
-    await CONTROLS[leave](call)
+    CONTROLS[leave](call)
     await settle()
     assert call.serving.done()
     assert (services.fleet.in_flight, services.body_memory.free) == (0, free)
@@ -205,7 +189,7 @@ async def play(events: list[tuple[Any, Any]]) -> None:
                 call = calls[who] = router.begin()
                 begun.append(call)
             if event in CONTROLS:
-                await CONTROLS[event](call)
+                CONTROLS[event](call)
             else:
                 for message in SOME[event]:
                     await call.write(bytes(message))

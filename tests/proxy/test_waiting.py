@@ -256,13 +256,9 @@ async def test_tpot_target_sheds_no_queue(envoy: EnvoySide, services: Services, 
 @pytest.mark.parametrize("body", [CHAT, {"messages": CHAT["messages"]}], ids=["named", "nameless"])
 @pytest.mark.parametrize("unusable", [{"healthy": False}, {"asleep": True}])
 async def test_request_waits_for_replica_to_come_back(
-    stream: Stream,
-    services: Services,
-    full: Full,
-    clock: ManualClock,
-    unusable: dict[str, bool],
-    body: dict[str, Any],
-) -> None:
+    stream: Stream, services: Services, full: Full, clock: ManualClock,
+    unusable: dict[str, bool], body: dict[str, Any],
+) -> None:  # fmt: skip
     put_replicas(services, **unusable)
     assert asks_envoy_to_wait(await stream.body_first(body))
     clock.advance(4.0)
