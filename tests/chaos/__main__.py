@@ -13,13 +13,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from random import Random
-
-import aiohttp
 
 from extproc.ground.text import Column, table
 from tests.chaos.figures import HEADINGS, SceneFigures, Times
-from tests.chaos.load import SteadyLoad
 from tests.chaos.report import report
 from tests.chaos.scenes import SCENES, ChaosScene
 from tests.chaos.stack import ChaosStack
@@ -55,13 +51,8 @@ async def _ledgers(system: LoadedSystem) -> dict[str, int]:
 
 async def run(scenes: Sequence[ChaosScene], rate: float, directory: Path) -> list[str]:
     """Play the scenes and print their figures; return the problems."""
-    async with (
-        ChaosStack(directory) as stack,
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session,
-    ):
-        played = []
-        load = SteadyLoad(stack.url, rate, Random(1))
-        system = FaultySystem(stack, load, session)
+    async with FaultySystem.started(ChaosStack(directory), rate, answer_s=2.0) as system:
+        stack, load, played = system.stack, system.load, []
         watching = asyncio.create_task(system.watch_ages())
         async with load:
             for scene in scenes:

@@ -14,15 +14,12 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
-from random import Random
-
-import aiohttp
 
 from extproc.cli.screen import RouterView, screen
 from extproc.config import AdminSettings
 from extproc.ground.text import WIDTH, Column, table
 from extproc.observe.client import RouterUnavailableError, follow
-from tests.chaos.load import LONG, SteadyLoad
+from tests.chaos.load import LONG
 from tests.chaos.prometheus import Prometheus, longest_s
 from tests.chaos.report import report
 from tests.chaos.scenes import SCENES, ChaosScene
@@ -140,10 +137,10 @@ class Watch:
         return "".join(texts)
 
 
-async def play(scene: ChaosScene, system: FaultySystem, session: aiohttp.ClientSession) -> Watch:
+async def play(scene: ChaosScene, system: FaultySystem) -> Watch:
     """Make a part fail, wait for the signs, and repair the part."""
     directory = system.stack.directory / f"prometheus-{scene.name}"
-    prometheus = await Prometheus.start(system.stack, directory, session)
+    prometheus = await Prometheus.start(system.stack, directory, system.session)
     try:
         await asyncio.sleep(_SCRAPES_S)
         watch = Watch(scene, system, prometheus)
@@ -166,22 +163,16 @@ def _row(watch: Watch, scene: ChaosScene) -> list[str]:
 async def run(scenes: Sequence[ChaosScene], directory: Path) -> list[str]:
     """Play the scenes and print the seconds until each sign; return the problems."""
     problems, rows = [], []
-    async with (
-        ChaosStack(directory) as stack,
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
-    ):
-        load = SteadyLoad(stack.url, RATE, Random(1), LONG)
-        system = FaultySystem(stack, load, session)
-        async with load:
-            for scene in scenes:
-                watch = await play(scene, system, session)
-                rows.append(_row(watch, scene))
-                print(*rows[-1], dict(watch.other_alerts) or "", flush=True)
-                problems += [
-                    f"{scene.name}: the {sign} does not name it within {limit:.0f} s"
-                    for sign, limit in watch.due.items()
-                    if sign not in watch.seen
-                ]
+    async with FaultySystem.started(ChaosStack(directory), RATE, LONG) as system, system.load:
+        for scene in scenes:
+            watch = await play(scene, system)
+            rows.append(_row(watch, scene))
+            print(*rows[-1], dict(watch.other_alerts) or "", flush=True)
+            problems += [
+                f"{scene.name}: the {sign} does not name it within {limit:.0f} s"
+                for sign, limit in watch.due.items()
+                if sign not in watch.seen
+            ]
     head = [Column(name, left=True) for name in ("scene", *_SIGNS, "")]
     print(*table(head, rows), sep="\n")
     return problems
@@ -190,13 +181,10 @@ async def run(scenes: Sequence[ChaosScene], directory: Path) -> list[str]:
 async def run_healthy(minutes: float, directory: Path) -> list[str]:
     """Break nothing; return the alerts that fired."""
     fired = dict[str, str]()
-    async with (
-        ChaosStack(directory) as stack,
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
-    ):
-        prometheus = await Prometheus.start(stack, directory / "prometheus", session)
+    async with FaultySystem.started(ChaosStack(directory), RATE, LONG) as system:
+        load, folder = system.load, directory / "prometheus"
+        prometheus = await Prometheus.start(system.stack, folder, system.session)
         try:
-            load = SteadyLoad(stack.url, RATE, Random(1), LONG)
             async with load:
                 ends = time.monotonic() + 60.0 * minutes
                 while time.monotonic() < ends:

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from random import Random
 
 import aiohttp
 
@@ -89,7 +88,7 @@ class Soak(LoadedSystem):
             self._note(f"poller: {healthy:.0f} of {len(_REPLICAS)} replicas are healthy")
 
     async def _counts(self, metric: str, label: str) -> dict[str, float]:
-        async with self._session.get(f"{self.stack.admin('poller')}/metrics") as response:
+        async with self.session.get(f"{self.stack.admin('poller')}/metrics") as response:
             samples = samples_of(await response.text())
         return {sample.labels[label]: sample.value for sample in samples if sample.name == metric}
 
@@ -103,13 +102,8 @@ async def run(directory: Path, minutes: float, rate: float) -> list[str]:
     """Print figures every five minutes; return the problems."""
     seconds = 60.0 * minutes
     warm_up = min(_WARM_UP_S, seconds / 4)
-    timeout = aiohttp.ClientTimeout(total=10)
-    async with (
-        Stack(directory, _REPLICAS, _SETTINGS) as stack,
-        aiohttp.ClientSession(timeout=timeout) as session,
-    ):
-        load = SteadyLoad(stack.url, rate, Random(1))
-        soak = Soak(stack, load, session)
+    async with Soak.started(Stack(directory, _REPLICAS, _SETTINGS), rate, answer_s=10.0) as soak:
+        load = soak.load
         await soak.slow_metrics()
         watching = asyncio.create_task(soak.watch())
         async with load:

@@ -3,16 +3,18 @@
 import asyncio
 import signal
 import time
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager, suppress
 from math import inf
-from typing import Any
+from random import Random
+from typing import Any, Self
 
 import aiohttp
 
 from extproc.lab.harness.envoy_config import Access, AccessLog
+from extproc.lab.harness.samples import SampleKind
 from extproc.lab.harness.stack import Stack
-from tests.chaos.load import SteadyLoad
+from tests.chaos.load import SHORT, SteadyLoad
 from tests.chaos.stack import ChaosStack
 from tests.waiting import until
 
@@ -20,10 +22,20 @@ _LOOK_AT_AGES_S = 0.2
 
 
 class LoadedSystem:
+    @classmethod
+    @asynccontextmanager
+    async def started(
+        cls, stack: Stack, rate: float, kind: SampleKind = SHORT, answer_s: float = 5.0
+    ) -> AsyncIterator[Self]:
+        """Start the stack, and prepare the load; pages have ``answer_s`` seconds to answer."""
+        timeout = aiohttp.ClientTimeout(total=answer_s)
+        async with stack, aiohttp.ClientSession(timeout=timeout) as session:
+            yield cls(stack, SteadyLoad(stack.url, rate, Random(1), kind), session)
+
     def __init__(self, stack: Stack, load: SteadyLoad, session: aiohttp.ClientSession) -> None:
         self.stack = stack
         self.load = load
-        self._session = session
+        self.session = session
         self._log = AccessLog(stack.access_log)
         self._accesses: dict[str, Access] = {}
         self._ages: list[tuple[float, str, str, float]] = []
@@ -114,11 +126,11 @@ class LoadedSystem:
     async def post(self, replica: str, path: str, **content: Any) -> None:
         """Send a POST to a replica directly, not through Envoy."""
         url = f"http://{self.stack.address(replica)}{path}"
-        async with self._session.post(url, **content) as response:
+        async with self.session.post(url, **content) as response:
             response.raise_for_status()
 
     async def _get(self, name: str, path: str) -> Any:
-        async with self._session.get(self.stack.admin(name) + path) as response:
+        async with self.session.get(self.stack.admin(name) + path) as response:
             return await response.json()
 
 

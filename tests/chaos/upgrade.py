@@ -10,12 +10,8 @@ import argparse
 import asyncio
 from functools import partial
 from pathlib import Path
-from random import Random
-
-import aiohttp
 
 from extproc.lab.harness.stack import Stack
-from tests.chaos.load import SteadyLoad
 from tests.chaos.report import report
 from tests.chaos.stack import REPLICAS
 from tests.chaos.system import LoadedSystem
@@ -42,13 +38,9 @@ class MixedStack(Stack):
 
 async def run(before: Path, directory: Path) -> list[str]:
     """Upgrade and roll back; return the problems."""
-    async with (
-        MixedStack(directory, before) as stack,
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session,
-    ):
-        load = SteadyLoad(stack.url, RATE, Random(1))
-        system = LoadedSystem(stack, load, session)
-        async with load:
+    stack = MixedStack(directory, before)
+    async with LoadedSystem.started(stack, RATE, answer_s=2.0) as system:
+        async with system.load:
             await asyncio.sleep(_BETWEEN_S)
             for name in (*stack.pollers, *stack.routers):
                 stack.upgraded.add(name)
