@@ -23,7 +23,8 @@ MESSAGES = [{"role": "user", "content": "Tell me of the sea."}]
 CHAT = "/v1/chat/completions"
 IN_TURN = {"x-extproc-policy": "round_robin"}
 HEALTHY_ROUTERS = "^cluster.router.health_check.healthy$"  # a counter of Envoy
-_HEALTHY = {"fail": 0, "reset": False, "hang": False, "slow": 1.0, "freezing_gauges": False}
+QUEUED = 'extproc_requests_queued{objective="",tenant=""}'  # a metric
+_HEALTHY = {"fail": 0, "reset": False, "hang": False, "slow": 1.0}
 
 
 @dataclass
@@ -163,6 +164,16 @@ class EnvoyClient:
 
     async def has_in_flight(self, count: int) -> None:
         await until_read(self.in_flight, lambda now: now == count)
+
+    async def nothing_left(self) -> None:
+        """Wait until the router has no stream, and no request in its queue or ledger."""
+        names = QUEUED, "extproc_open_streams", "extproc_requests_in_flight"
+
+        async def idle() -> bool:
+            return not any([await self.metric(name) for name in names])
+
+        await until(idle)
+        await self.has_in_flight(0)
 
     async def busy(self) -> str:
         """Wait until a replica has a request in flight; return the replica's name."""

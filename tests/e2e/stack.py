@@ -4,10 +4,11 @@ import argparse
 import asyncio
 import re
 import signal
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -30,6 +31,12 @@ FAST_AND_SLOW = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two
 TRANSLATED = {"envoy_gateway": envoy_gateway.bootstrap, "istio": istio.bootstrap}
 """Files that a control plane translates into Envoy's configuration."""
 _HERE: tuple[str, ...] = ()
+Change = Callable[[Bootstrap], object]
+
+
+def equal_pair(*arguments: str) -> tuple[SimulatedReplica, ...]:
+    """Return two replicas that are equally fast, with these arguments of the simulator."""
+    return tuple(SimulatedReplica(name, "llama-8b-h100", arguments) for name in ("one", "two"))
 
 
 def here(replicas: Iterable[SimulatedReplica], *apart: str) -> tuple[SimulatedReplica, ...]:
@@ -46,9 +53,19 @@ class PatientStack(stack.Stack):
 
     patience_s = 10
     doubts_s = 2.0  # resolution of the time for which a poller gets no answer from a replica
+    router_constants: Mapping[str, object] = MappingProxyType({})  # patched in routers
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        change: Change = lambda _: None,
+        headers: Sequence[str] = (),
+        **kwargs: Any,
+    ) -> None:
+        """``change``: changes the shipped configuration of Envoy. ``headers``: further headers that
+        Envoy sends to the router with the body of a request."""
         super().__init__(*args, **kwargs)
+        self._change, self._headers = change, headers
         self._here: dict[str, AsyncExitStack] = {}
 
     async def start(self, name: str) -> None:
@@ -83,13 +100,19 @@ class PatientStack(stack.Stack):
 
     def _service(self, name: str) -> list[str]:
         _python, _option, _module, *arguments = super()._service(name)
-        constants = self._router_constants() if name in self.routers else {}
+        constants = dict(self.router_constants) if name in self.routers else {}
         if name in (self.pollers or self.routers):
             constants |= {"extproc.poll.replica.SILENCE_STEP_S": self.doubts_s}
         return patched(constants, *arguments) if constants else super()._service(name)
 
-    def _router_constants(self) -> dict[str, object]:
-        return {}
+    def _shipped(self) -> Bootstrap:
+        return super()._bootstrap()
+
+    def _bootstrap(self) -> Bootstrap:
+        bootstrap = self._shipped()
+        self._change(bootstrap)
+        send_headers(bootstrap, *self._headers)
+        return bootstrap
 
     def _write_configurations(self) -> None:
         super()._write_configurations()
@@ -102,6 +125,7 @@ class Behind(PatientStack):
     """A stack whose Envoy can be restarted with another configuration, while other parts go on."""
 
     name = "envoy"  # of the configuration: a file in envoy/, or a case of the test module
+    cases: Mapping[str, Change] = MappingProxyType({})
 
     async def behind(self, name: str) -> None:
         if name == self.name:
@@ -117,9 +141,13 @@ class Behind(PatientStack):
         await self.start("envoy")
         await self.wait_routing()
 
-    def _bootstrap(self) -> Bootstrap:
-        known = (ENVOY / f"{self.name}.yaml").exists() and self.name != "envoy"
-        return bootstrap_of(self, self.name) if known else super()._bootstrap()
+    def _shipped(self) -> Bootstrap:
+        if (ENVOY / f"{self.name}.yaml").exists() and self.name != "envoy":
+            return bootstrap_of(self, self.name)
+        bootstrap = super()._shipped()
+        if change := self.cases.get(self.name):
+            change(bootstrap)
+        return bootstrap
 
 
 class FileStack(PatientStack):
@@ -175,6 +203,12 @@ def ext_proc_of(bootstrap: Bootstrap) -> dict[str, Any]:
     return settings
 
 
+def send_headers(bootstrap: Bootstrap, *names: str) -> None:
+    """Let Envoy send further headers of a request with the body, if no message has all headers."""
+    if names and (attributes := ext_proc_of(bootstrap).get("request_attributes")):
+        attributes += [f"request.headers['{name}']" for name in names]
+
+
 def cluster_of(bootstrap: Bootstrap, name: str) -> dict[str, Any]:
     clusters = bootstrap["static_resources"]["clusters"]
     return next(cluster for cluster in clusters if cluster["name"] == name)
@@ -212,7 +246,7 @@ class EdsStack(FileStack):
     def _configuration(self) -> dict[str, Any]:
         return {**super()._configuration(), "eds": {"listen": self.address("eds")}}
 
-    def _bootstrap(self) -> Bootstrap:
+    def _shipped(self) -> Bootstrap:
         return bootstrap_of(self, self.name)
 
 

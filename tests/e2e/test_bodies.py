@@ -11,10 +11,9 @@ from typing import Any
 import openai
 import pytest
 
-from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.stack import SimulatedReplica
 from tests.e2e.client import CHAT, EnvoyClient
-from tests.e2e.stack import Behind, PatientStack, ext_proc_of, here
+from tests.e2e.stack import Behind, here
 from tests.waiting import until_read
 
 OBJECTIVE = "x-gateway-inference-objective"
@@ -55,14 +54,14 @@ class RewritingStack(Behind):
     def _configuration(self) -> dict[str, Any]:
         return {**super()._configuration(), "priority_scheduling": True}
 
-    def _bootstrap(self) -> Bootstrap:
-        bootstrap = super()._bootstrap()
-        if attributes := ext_proc_of(bootstrap).get("request_attributes"):
-            attributes.append(f"request.headers['{OBJECTIVE}']")
-        return bootstrap
 
-
-system = partial(RewritingStack, replicas=here(REPLICAS), settings=SETTINGS, pollers=0)
+system = partial(
+    RewritingStack,
+    replicas=here(REPLICAS),
+    settings=SETTINGS,
+    headers=(OBJECTIVE,),
+    pollers=0,
+)
 
 
 @pytest.mark.parametrize("asked", ["llama", "chat/latest"])
@@ -79,15 +78,15 @@ async def test_body_names_model_as_replica_serves_it(
         assert record["outcome"]["served_by"] == record["replica"]
 
 
-async def test_every_name_is_listed_as_vllm_lists_its_models(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
+async def test_every_name_is_listed_as_vllm_lists_its_models(client: EnvoyClient) -> None:
     own: dict[str, dict[str, Any]] = {}
     for replica in REPLICAS:
-        async with client.session.get(f"http://{stack.address(replica.name)}/v1/models") as models:
+        async with client.session.get(
+            f"http://{client.stack.address(replica.name)}/v1/models"
+        ) as models:
             own |= {model["id"]: model for model in (await models.json())["data"]}
         await client.replica_is(replica.name, lambda now: now["models"])
-    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as sdk:
+    async with openai.AsyncOpenAI(base_url=f"{client.stack.url}/v1", api_key="none") as sdk:
         found = {model.id: model.to_dict() async for model in sdk.models.list()}
     assert [*found] == ["canary", "chat/latest", "llama", "law", "llama-a", "llama-b"]
     for name, model in found.items():

@@ -78,13 +78,12 @@ system = partial(GatewayStack, replicas=here(FLEET), pollers=0)
 
 async def selected(
     client: EnvoyClient,
-    stack: PatientStack,
     *names: str,
     path: str = "",
     requests: int = 40,
     status: int = 200,
 ) -> list[RoutedAnswer]:
-    headers = {SELECTION: ",".join(stack.address(name) for name in names)}
+    headers = {SELECTION: ",".join(map(client.stack.address, names))}
     limit = asyncio.Semaphore(10)
 
     async def send() -> RoutedAnswer:
@@ -95,59 +94,51 @@ async def selected(
     return await asyncio.gather(*(send() for _ in range(requests)))
 
 
-def served_by(answers: list[RoutedAnswer], stack: PatientStack) -> set[str]:
-    return {stack.name_of(answer.headers[SERVED_BY_HEADER]) for answer in answers}
+def served_by(client: EnvoyClient, answers: list[RoutedAnswer]) -> set[str]:
+    return {client.stack.name_of(answer.headers[SERVED_BY_HEADER]) for answer in answers}
 
 
 @pytest.mark.parametrize("names", [PRIMARY[2:], PRIMARY[:2], PRIMARY])
-async def test_gateway_following_epp_routing(
-    client: EnvoyClient, stack: PatientStack, names: tuple[str, ...]
-) -> None:
+async def test_gateway_following_epp_routing(client: EnvoyClient, names: tuple[str, ...]) -> None:
     """``GatewayFollowingEPPRouting`` and ``GatewayFollowingEPPRoutingWithDataParallelism``.
 
     All replicas are ports of one address, as in the second case.
     """
-    assert served_by(await selected(client, stack, *names), stack) <= set(names)
+    assert served_by(client, await selected(client, *names)) <= set(names)
 
 
-async def test_subset_without_endpoint_of_pool_gets_503(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
+async def test_subset_without_endpoint_of_pool_gets_503(client: EnvoyClient) -> None:
     """The protocol demands it; the suite has no case."""
-    await selected(client, stack, *SECONDARY, requests=3, status=503)
+    await selected(client, *SECONDARY, requests=3, status=503)
 
 
-async def test_gateway_destination_endpoint_served(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
+async def test_gateway_destination_endpoint_served(client: EnvoyClient) -> None:
     """``GatewayDestinationEndpointServed``: the picker learns the serving endpoint."""
     for name in PRIMARY:
-        (answer,) = await selected(client, stack, name, requests=1)
-        assert served_by([answer], stack) == {name}
-        assert answer.decision["outcome"]["served_by"] == stack.address(name)
+        (answer,) = await selected(client, name, requests=1)
+        assert served_by(client, [answer]) == {name}
+        assert answer.decision["outcome"]["served_by"] == client.stack.address(name)
 
 
-async def test_gateway_weighted_across_two_inference_pools(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
+async def test_gateway_weighted_across_two_inference_pools(client: EnvoyClient) -> None:
     """``GatewayWeightedAcrossTwoInferencePools``: each picker chooses endpoints of its pool.
 
     The request header lists the endpoints of both pools. Envoy chooses the pool at random.
     """
-    answers = await selected(client, stack, *PRIMARY, *SECONDARY, path=WEIGHTED, requests=60)
+    answers = await selected(client, *PRIMARY, *SECONDARY, path=WEIGHTED, requests=60)
     by_pool = {"default": set(PRIMARY), "second": set(SECONDARY)}
     for pool, names in by_pool.items():
         of_pool = [answer for answer in answers if answer.decision["pool"] == pool]
         assert of_pool
-        assert served_by(of_pool, stack) <= names
+        assert served_by(client, of_pool) <= names
 
 
-async def test_epp_unavailable_fail_open(client: EnvoyClient, stack: PatientStack) -> None:
+async def test_epp_unavailable_fail_open(client: EnvoyClient) -> None:
     """``EppUnAvailableFailOpen``: without a picker any endpoint of the pool serves, eventually.
 
     In full duplex, requests fail until Envoy's health check finds that the picker is gone.
     """
-    assert served_by(await selected(client, stack, "one", requests=1), stack) == {"one"}
+    assert served_by(client, await selected(client, "one", requests=1)) == {"one"}
     async with client.without_router():
         await until_read(lambda: client.envoy_counts(HEALTHY_ROUTERS), lambda now: now == 0)
-        assert served_by(await selected(client, stack, "one", requests=10), stack) <= set(PRIMARY)
+        assert served_by(client, await selected(client, "one", requests=10)) <= set(PRIMARY)

@@ -9,18 +9,16 @@ from pathlib import Path
 import pytest_asyncio
 
 from extproc.lab.harness.processes import Process, answers, free_port
-from extproc.lab.harness.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.stack import MODEL
 from tests.e2e.client import IN_TURN, EnvoyClient
-from tests.e2e.stack import EdsStack, PatientStack, here, replicas
+from tests.e2e.stack import EdsStack, PatientStack, equal_pair, here, replicas
 from tests.e2e.test_failures import more, traffic
 from tests.envoy.members import EnvoyMembers
 from tests.waiting import until, until_read
 
-FLEET = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "llama-8b-h100"))
-
 
 def system(directory: Path) -> PatientStack:
-    stack = EdsStack(directory, here(FLEET))
+    stack = EdsStack(directory, here(equal_pair()))
     stack.ports["new"] = free_port()
     return stack
 

@@ -16,7 +16,7 @@ from extproc.request.endpoint import PATHS
 from tests.e2e.client import CHAT, IN_TURN, MESSAGES, EnvoyClient
 from tests.e2e.stack import FAST_AND_SLOW, SETTINGS, TRANSLATED, Behind, EdsStack, here
 from tests.envoy.test_envoy import around_the_fragment
-from tests.waiting import until
+from tests.waiting import until, until_read
 
 EXAMPLES: dict[str, dict[str, object]] = {
     "envoy": {},
@@ -38,13 +38,13 @@ class Examples(EdsStack, Behind):
         whole = super()._configuration()
         return {**whole, "serve": whole["serve"] | EXAMPLES.get(self.name, {})}
 
-    def _bootstrap(self) -> Bootstrap:
+    def _shipped(self) -> Bootstrap:
         if self.name == "ext_proc":  # a fragment
             ports, replicas = self.ports, [self.address(replica.name) for replica in FAST_AND_SLOW]
             return around_the_fragment(
                 ports["envoy"], ports["envoy-admin"], self.address("router"), replicas
             )
-        return Behind._bootstrap(self)
+        return Behind._shipped(self)
 
 
 system = partial(Examples, replicas=here(FAST_AND_SLOW), settings=SETTINGS)
@@ -185,8 +185,5 @@ async def test_router_that_starts_after_envoy_is_asked(
     await stack.stop("envoy")
     await stack.start("envoy")
     await stack.start("router")
-
-    async def is_asked() -> bool:
-        return bool((await client.chat(tokens=1, status=None)).decisions)
-
-    await until(is_asked, seconds=30)
+    async with asyncio.timeout(30):
+        await until_read(lambda: client.chat(tokens=1, status=None), lambda now: now.decisions)

@@ -1,6 +1,6 @@
 """Envoy does not follow decisions: the router says so, and blames no replica."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from extproc.lab.harness.stack import FLEET
 from tests.e2e.client import IN_TURN, EnvoyClient
-from tests.e2e.stack import SETTINGS, Behind, cluster_of, ext_proc_of, here
+from tests.e2e.stack import SETTINGS, Behind, Change, cluster_of, ext_proc_of, here
 from tests.waiting import until
 
 REQUESTS = 12  # in turn, each of the four replicas is chosen three times
@@ -48,7 +48,7 @@ def members_of(bootstrap: Bootstrap) -> list[dict[str, Any]]:
     return members
 
 
-CHANGES: dict[str, Callable[[Bootstrap], None]] = {
+CHANGES: dict[str, Change] = {
     "fallback": without_metadata,
     "unknown_address": without_first_member,
     "other_filter": with_other_filter,
@@ -56,17 +56,12 @@ CHANGES: dict[str, Callable[[Bootstrap], None]] = {
 
 
 class Disobeying(Behind):
-    """A stack whose Envoy does not follow decisions, by a change of :data:`CHANGES`."""
+    """A stack whose Envoy does not follow decisions."""
 
-    def _router_constants(self) -> dict[str, object]:
-        # The next case waits for a line, too.
-        return {"extproc.observe.changes._COUNTED_EVERY_S": 1.0}
-
-    def _bootstrap(self) -> Bootstrap:
-        bootstrap = super()._bootstrap()
-        if change := CHANGES.get(self.name):
-            change(bootstrap)
-        return bootstrap
+    cases = CHANGES
+    router_constants: Mapping[str, object] = {
+        "extproc.observe.changes._COUNTED_EVERY_S": 1.0  # the next case waits for a line, too
+    }
 
 
 system = partial(Disobeying, replicas=here(FLEET), settings=SETTINGS, pollers=0)

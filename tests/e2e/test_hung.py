@@ -25,25 +25,23 @@ system = partial(Doubting, replicas=here(FAST_AND_SLOW, "one"), settings={"serve
 
 
 @asynccontextmanager
-async def one_hangs(stack: PatientStack, client: EnvoyClient) -> AsyncIterator[None]:
-    with stack.paused("one"):
+async def one_hangs(client: EnvoyClient) -> AsyncIterator[None]:
+    with client.stack.paused("one"):
         yield
     await client.replica_is("one", lambda now: now["healthy"] and not now["unanswered_s"])
 
 
-async def test_hung_replica_is_avoided_and_its_requests_are_ended(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
+async def test_hung_replica_is_avoided_and_its_requests_are_ended(client: EnvoyClient) -> None:
     whole = asyncio.create_task(client.chat(tokens=LONG, status=503))
     body = {"model": MODEL, "messages": MESSAGES, "stream": True}
     long = {"x-simulate-output-tokens": str(LONG)}
     async with (
         aiohttp.ClientSession() as session,
-        session.post(stack.url + CHAT, json=body, headers=long) as stream,
+        session.post(client.stack.url + CHAT, json=body, headers=long) as stream,
     ):
         await stream.content.readany()
         await client.replica_is("one", lambda now: now["in_flight"] == 2)
-        async with one_hangs(stack, client):
+        async with one_hangs(client):
             await client.replica_is(
                 "one", lambda now: now["healthy"] and now["unanswered_s"] >= 0.5
             )
@@ -60,10 +58,8 @@ async def test_hung_replica_is_avoided_and_its_requests_are_ended(
     assert (await client.chat(tokens=2)).decision["replica_name"] == "one"
 
 
-async def test_retry_of_ended_request_is_served_by_other_replica(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
-    async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as openai:
+async def test_retry_of_ended_request_is_served_by_other_replica(client: EnvoyClient) -> None:
+    async with AsyncOpenAI(base_url=f"{client.stack.url}/v1", api_key="none") as openai:
         asked = asyncio.ensure_future(
             openai.chat.completions.with_raw_response.create(
                 model=MODEL,
@@ -72,9 +68,9 @@ async def test_retry_of_ended_request_is_served_by_other_replica(
             )
         )
         await client.replica_is("one", lambda now: now["in_flight"] == 1)
-        async with one_hangs(stack, client):
+        async with one_hangs(client):
             await client.replica_is("two", lambda now: now["in_flight"] == 1)
             await client.simulate("two", slow=0.01)
             answer = await asked
     assert (answer.status_code, answer.retries_taken) == (200, 1)
-    assert answer.headers["x-served-by"] == stack.address("two")
+    assert answer.headers["x-served-by"] == client.stack.address("two")

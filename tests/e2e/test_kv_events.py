@@ -108,24 +108,24 @@ async def test_expectation_is_exact_in_cache_too_small(client: EnvoyClient) -> N
 
 
 async def test_expectation_survives_restarts_of_poller_redis_and_router(
-    client: EnvoyClient, stack: PatientStack
+    client: EnvoyClient,
 ) -> None:
     prompt = list(range(60_000, 60_100))
     await begin(client, prompt)
     for name in ("poller", "redis", "router"):
-        await stack.kill(name)
+        await client.stack.kill(name)
         if name != "router":
             await known(client, False)
-        await stack.start(name)
+        await client.stack.start(name)
         await known(client)
         await until_read(
             lambda: client.metric("extproc_replicas_known_blocks"), lambda now: now == 2
         )
         assert (await complete(client, prompt))[:2] == (96, 96)
     for name in ("one", "two"):
-        await stack.kill(name)
+        await client.stack.kill(name)
     await known(client, False)
     for name in ("one", "two"):
-        await stack.start(name)
+        await client.stack.start(name)
     await known(client)
     assert (await complete(client, prompt))[:2] == (0, 0)

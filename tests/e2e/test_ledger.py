@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+from collections.abc import Mapping
 from functools import partial
 
 import pytest
@@ -11,37 +12,32 @@ from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.request.media import LARGE_BODY
 from tests.e2e.client import CHAT, MESSAGES, EnvoyClient
-from tests.e2e.stack import Behind, ext_proc_of, here
+from tests.e2e.stack import Behind, Change, ext_proc_of, here
 
 UNREAD = {"serve": {"chunks_per_s": 0.0}}
 """The router reads no chunks: only the open stream shows that a response goes on."""
 SHOWN_PER_S = 100  # responses of which Envoy sends the headers to the router
 REPLICA = (SimulatedReplica("one", "llama-8b-a10"),)
-
-
-MODES = ["BUFFERED", "FULL_DUPLEX_STREAMED"]
+MODES = ["envoy", "full duplex"]
 pytestmark = pytest.mark.parametrize("stack", MODES, indirect=True)
 
 
+def in_full_duplex(bootstrap: Bootstrap) -> None:
+    """Let Envoy send the body in chunks, after the headers."""
+    manager, settings = manager_of(bootstrap), ext_proc_of(bootstrap)
+    settings["processing_mode"] |= {
+        "request_body_mode": "FULL_DUPLEX_STREAMED",
+        "request_header_mode": "SEND",
+        "request_trailer_mode": "SEND",
+    }
+    settings["failure_mode_allow"] = False
+    manager["http_filters"] = [
+        each for each in manager["http_filters"] if each["name"] != "envoy.filters.http.buffer"
+    ]
+
+
 class BodyModeStack(Behind):
-    """A stack whose Envoy sends bodies in the mode ``name``; in full duplex, after the headers."""
-
-    name = "BUFFERED"
-
-    def _bootstrap(self) -> Bootstrap:
-        bootstrap = super()._bootstrap()
-        filters, settings = manager_of(bootstrap)["http_filters"], ext_proc_of(bootstrap)
-        settings["processing_mode"]["request_body_mode"] = self.name
-        if self.name == "FULL_DUPLEX_STREAMED":
-            settings["processing_mode"]["request_header_mode"] = "SEND"
-            settings["processing_mode"]["request_trailer_mode"] = "SEND"
-            settings["failure_mode_allow"] = False
-            filters[:] = [
-                http_filter
-                for http_filter in filters
-                if http_filter["name"] != "envoy.filters.http.buffer"
-            ]
-        return bootstrap
+    cases: Mapping[str, Change] = {"full duplex": in_full_duplex}
 
 
 system = partial(BodyModeStack, replicas=here(REPLICA), settings=UNREAD, pollers=0)

@@ -9,7 +9,6 @@ from redis.asyncio import Redis
 
 from extproc.lab.harness.stack import MODEL
 from tests.e2e.client import CHAT, MESSAGES, EnvoyClient
-from tests.e2e.stack import PatientStack
 
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": MESSAGES},
@@ -27,12 +26,10 @@ EIGHT = {"x-simulate-output-tokens": "8"}
 LARGEST_KEY = 8192  # bytes in Redis
 
 
-async def test_every_redis_key_expires_and_is_small(
-    stack: PatientStack, client: EnvoyClient
-) -> None:
+async def test_every_redis_key_expires_and_is_small(client: EnvoyClient) -> None:
     for _ in range(8):
         await client.chat()
-    async with Redis.from_url(stack.redis_url) as redis:
+    async with Redis.from_url(client.stack.redis_url) as redis:
         keys = await redis.keys()
         lives = {key: await redis.pttl(key) for key in keys}
         sizes = {key: await redis.memory_usage(key, samples=0) for key in keys}

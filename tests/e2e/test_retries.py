@@ -18,22 +18,18 @@ OUTLASTING = 120  # tokens that take `one` longer, and `two` several times as lo
 TOLERATED = 3  # failures in a row before a replica is ejected
 
 
-class Hedging(PatientStack):
-    """A stack whose Envoy retries every failure, and hedges when the first replica is slow."""
-
-    def _bootstrap(self) -> Bootstrap:
-        bootstrap = super()._bootstrap()
-        (host,) = manager_of(bootstrap)["route_config"]["virtual_hosts"]
-        route, *_ = host["routes"]  # all routes share this action
-        route["route"]["retry_policy"] |= {
-            "retry_on": "5xx,connect-failure,refused-stream,reset",
-            "per_try_timeout": f"{PATIENCE_S}s",
-        }
-        route["route"]["hedge_policy"] = {"hedge_on_per_try_timeout": True}
-        return bootstrap
+def hedge(bootstrap: Bootstrap) -> None:
+    """Let Envoy retry every failure, and hedge when the first replica is slow."""
+    (host,) = manager_of(bootstrap)["route_config"]["virtual_hosts"]
+    route, *_ = host["routes"]  # all routes share this action
+    route["route"]["retry_policy"] |= {
+        "retry_on": "5xx,connect-failure,refused-stream,reset",
+        "per_try_timeout": f"{PATIENCE_S}s",
+    }
+    route["route"]["hedge_policy"] = {"hedge_on_per_try_timeout": True}
 
 
-system = partial(Hedging, replicas=here(FAST_AND_SLOW, "one"), settings=SETTINGS)
+system = partial(PatientStack, replicas=here(FAST_AND_SLOW, "one"), settings=SETTINGS, change=hedge)
 
 
 async def finished(client: EnvoyClient) -> dict[str, float]:
@@ -97,11 +93,9 @@ async def test_hedge_won_by_first_replica_ejects_neither(client: EnvoyClient, st
     assert (await client.chat(tokens=1)).decision["excluded"] == []
 
 
-async def test_hedge_won_by_second_replica_is_booked_there(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
+async def test_hedge_won_by_second_replica_is_booked_there(client: EnvoyClient) -> None:
     before = await retries(client)
-    with stack.paused("poller"):  # or the router may know that the replica hangs
+    with client.stack.paused("poller"):  # or the router may know that the replica hangs
         async with client.simulating("one", hang=True):
             answer = await counts_once(client, lambda: client.chat(tokens=3))
     assert way(client, answer) == ("one", "two")
@@ -124,18 +118,16 @@ async def test_retried_request_moves_in_ledger_to_serving_replica(client: EnvoyC
     await serves_again(client)
 
 
-async def test_request_on_dying_replica_is_retried(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
+async def test_request_on_dying_replica_is_retried(client: EnvoyClient) -> None:
     async def killed() -> RoutedAnswer:
         request = asyncio.create_task(client.chat(tokens=OUTLASTING))
         await client.replica_is("one", lambda now: now["in_flight"] == 1)
-        await stack.kill("one")
+        await client.stack.kill("one")
         return await request
 
-    with stack.paused("poller"):  # or the router may know that the replica is down
+    with client.stack.paused("poller"):  # or the router may know that the replica is down
         await client.simulate("one", hang=True)  # or it may answer before it dies
         answer = await counts_once(client, killed)
-    await stack.start("one")
+    await client.stack.start("one")
     assert way(client, answer) == ("one", "two")
     await serves_again(client)

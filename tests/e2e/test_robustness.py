@@ -12,12 +12,12 @@ import pytest
 import pytest_asyncio
 
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of
-from extproc.lab.harness.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.stack import MODEL
 from tests.e2e.client import CHAT, MESSAGES, EnvoyClient
-from tests.e2e.stack import SETTINGS, Behind, PatientStack, here
+from tests.e2e.stack import SETTINGS, Behind, PatientStack, equal_pair, here
 from tests.waiting import until
 
-REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100") for name in ("one", "two"))
+REPLICAS = equal_pair()
 UPLOADS = 1000
 AT_ONCE = 100  # uploads that begin together
 CHUNKS = 24
@@ -26,32 +26,22 @@ ENVOYS = ("envoy", "endpoint_picker")  # buffered bodies, and full duplex
 pytestmark = pytest.mark.parametrize("stack", ENVOYS, indirect=True)
 
 
-class TrailersStack(Behind):
-    """A stack whose Envoy accepts trailers of HTTP/1.1."""
-
-    def _bootstrap(self) -> Bootstrap:
-        bootstrap = super()._bootstrap()
-        manager_of(bootstrap)["http_protocol_options"] = {"enable_trailers": True}
-        return bootstrap
+def accept_trailers(bootstrap: Bootstrap) -> None:
+    """Let Envoy accept trailers of HTTP/1.1."""
+    manager_of(bootstrap)["http_protocol_options"] = {"enable_trailers": True}
 
 
-system = partial(TrailersStack, replicas=here(REPLICAS), settings=SETTINGS, pollers=0)
+system = partial(
+    Behind, replicas=here(REPLICAS), settings=SETTINGS, pollers=0, change=accept_trailers
+)
 
 
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)
 async def nothing_left(client: EnvoyClient) -> AsyncIterator[None]:
     yield
-    await client.has_in_flight(0)
-
-    async def idle() -> bool:
-        held = [
-            await client.metric(f"extproc_{name}")
-            for name in ("open_streams", "requests_in_flight")
-        ]
-        running = [(await client.replica(replica.name))["running"] for replica in REPLICAS]
-        return not any(held + running)
-
-    await until(idle)
+    await client.nothing_left()
+    for replica in REPLICAS:
+        await client.replica_is(replica.name, lambda now: not now["running"])
     answer = await client.chat(tokens=2)
     assert answer.decision["outcome"]["served_by"] == answer.decision["replica"]
 
@@ -76,9 +66,7 @@ async def upload(session: aiohttp.ClientSession, port: int, half_sent: asyncio.B
         return response.status
 
 
-async def test_thousand_chunked_uploads_are_served(
-    stack: PatientStack, client: EnvoyClient
-) -> None:
+async def test_thousand_chunked_uploads_are_served(client: EnvoyClient) -> None:
     half_sent = asyncio.Barrier(UPLOADS + 1)
     uploads: list[asyncio.Future[int]] = []
     in_envoy = "^http.openai.downstream_rq_active$"
@@ -90,7 +78,7 @@ async def test_thousand_chunked_uploads_are_served(
         connector=aiohttp.TCPConnector(limit=0, force_close=True)
     ) as session:
         for _ in range(0, UPLOADS, AT_ONCE):
-            some = (upload(session, stack.ports["envoy"], half_sent) for _ in range(AT_ONCE))
+            some = (upload(session, client.stack.ports["envoy"], half_sent) for _ in range(AT_ONCE))
             uploads += map(asyncio.ensure_future, some)
             await until(all_open)
         await half_sent.wait()
@@ -112,12 +100,10 @@ PHASES = {
 
 
 @pytest.mark.parametrize("phase", PHASES)
-async def test_client_that_hangs_up_leaves_nothing_behind(
-    stack: PatientStack, client: EnvoyClient, phase: str
-) -> None:
+async def test_client_that_hangs_up_leaves_nothing_behind(client: EnvoyClient, phase: str) -> None:
     async with AsyncExitStack() as closing:
         for _ in range(10):
-            reader, writer = await asyncio.open_connection("127.0.0.1", stack.ports["envoy"])
+            reader, writer = await asyncio.open_connection("127.0.0.1", client.stack.ports["envoy"])
             closing.push_async_callback(closed, writer)
             writer.write(PHASES[phase])
             await writer.drain()
@@ -157,10 +143,8 @@ async def send_chunks(
 
 
 @pytest.mark.parametrize("chunks", [[WHOLE], [WHOLE[:20], WHOLE[20:]], [IMAGE]])
-async def test_body_with_trailers_is_routed(
-    stack: PatientStack, client: EnvoyClient, chunks: list[bytes]
-) -> None:
+async def test_body_with_trailers_is_routed(client: EnvoyClient, chunks: list[bytes]) -> None:
     routed = await client.routed()
-    status, answer = await send_chunks(stack, chunks, "x-after: 1\r\n")
+    status, answer = await send_chunks(client.stack, chunks, "x-after: 1\r\n")
     assert status == 200, answer
     assert await client.routed() == routed + 1

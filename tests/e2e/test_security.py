@@ -9,49 +9,37 @@ from typing import Any
 import yaml
 
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of
-from extproc.lab.harness.stack import SimulatedReplica
 from tests.certificates import Authority
 from tests.e2e.client import EnvoyClient
-from tests.e2e.stack import PatientStack, cluster_of, here
+from tests.e2e.stack import PatientStack, cluster_of, equal_pair, here
 from tests.waiting import until
 
 DOCS = Path(__file__).parents[2] / "docs"
-REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100") for name in ("one", "two"))
 MOST_STREAMS = 3
 
 
-class SecuredStack(PatientStack):
+def system(directory: Path) -> PatientStack:
     """A stack with mTLS as in docs/envoy.md, whose Envoy accepts headers of 96 kB."""
+    tls, authority = directory / "tls", Authority(directory / "authority")
+    tls.mkdir()
+    cert, key, ca = (tls / name for name in ("tls.crt", "tls.key", "ca.crt"))
+    made = (*authority.sign("router"), authority.file)
+    for source, file in zip(made, (cert, key, ca), strict=True):
+        shutil.copy(source, file)
+    serve = {"tls_cert": str(cert), "tls_key": str(key), "tls_client_ca": str(ca)}
 
-    def __init__(self, directory: Path) -> None:
-        self.files = directory / "tls"
-        self.files.mkdir()
-        authority = Authority(directory / "authority")
-        cert, key = authority.sign("router")
-        for file, name in ((cert, "tls.crt"), (key, "tls.key"), (authority.file, "ca.crt")):
-            shutil.copy(file, self.files / name)
-        serve = {
-            "tls_cert": str(self.files / "tls.crt"),
-            "tls_key": str(self.files / "tls.key"),
-            "tls_client_ca": str(self.files / "ca.crt"),
-            "max_streams": MOST_STREAMS,
-        }
-        super().__init__(directory, here(REPLICAS), {"serve": serve}, pollers=0)
-
-    def _bootstrap(self) -> Bootstrap:
-        bootstrap = super()._bootstrap()
-        cluster_of(bootstrap, "router").update(documented(self.files))
+    def secure(bootstrap: Bootstrap) -> None:
+        cluster_of(bootstrap, "router").update(documented(tls))
         manager_of(bootstrap)["max_request_headers_kb"] = 96
-        return bootstrap
+
+    settings = {"serve": serve | {"max_streams": MOST_STREAMS}}
+    return PatientStack(directory, here(equal_pair()), settings, pollers=0, change=secure)
 
 
 def documented(files: Path) -> dict[str, Any]:
     page = (DOCS / "envoy.md").read_text(encoding="utf-8").partition("## TLS to the router")[2]
     snippet = page.partition("```yaml\n")[2].partition("```")[0]
     return dict(yaml.safe_load(snippet.replace("/etc/envoy/tls", str(files))))
-
-
-system = SecuredStack
 
 
 async def test_headers_of_90_kb_reach_router_and_replica(client: EnvoyClient) -> None:
@@ -61,13 +49,11 @@ async def test_headers_of_90_kb_reach_router_and_replica(client: EnvoyClient) ->
     assert await client.routed() == before + 1
 
 
-async def test_no_request_fails_beyond_max_streams(
-    client: EnvoyClient, stack: SecuredStack
-) -> None:
+async def test_no_request_fails_beyond_max_streams(client: EnvoyClient) -> None:
     before = await client.routed()
     asked = asyncio.gather(*(client.chat(tokens=2000) for _ in range(20)))
     await until(partial(client.metric, 'extproc_requests_total{result="overload"}'))
     await client.slow(0.05)
     await asked
     assert await client.routed() > before
-    await stack.wait_routing()
+    await client.stack.wait_routing()

@@ -16,9 +16,9 @@ from extproc.envoy.check import check_envoy
 from extproc.envoy.finding import Level
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of, socket_address
 from extproc.lab.harness.processes import Check, free_port, listening
-from extproc.lab.harness.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.stack import MODEL
 from tests.e2e.client import EnvoyClient
-from tests.e2e.stack import PatientStack, here
+from tests.e2e.stack import PatientStack, equal_pair, ext_proc_of, here
 from tests.spans import Spans, attributes
 from tests.waiting import until
 
@@ -30,14 +30,13 @@ SECTIONS = PAGE.read_text().partition("## Traces")[2]
 BLOCKS = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", SECTIONS, re.S)]
 TRACES, TRACING, COLLECTOR, METADATA, RECEIVING, ACCESS_LOG, TELL = BLOCKS
 TRACE = "0af7651916cd43dd8448eb211c80319c"
-REPLICAS = (SimulatedReplica("r0", "llama-8b-h100"), SimulatedReplica("r1", "llama-8b-h100"))
 
 
 class TracedStack(PatientStack):
     """A stack with a collector, and Envoy as in docs/operations/monitor.md."""
 
     def __init__(self, directory: Path, spans: Spans) -> None:
-        super().__init__(directory, here(REPLICAS), pollers=0)
+        super().__init__(directory, here(equal_pair()), pollers=0)
         self.spans = spans
         self.log = directory / "decisions.log"
         self.ports = {**self.ports, "collector": free_port(), "collector-http": free_port()}
@@ -67,9 +66,8 @@ class TracedStack(PatientStack):
     def _bootstrap(self) -> Bootstrap:
         bootstrap = super()._bootstrap()
         manager = manager_of(bootstrap)
-        filters = {http_filter["name"]: http_filter for http_filter in manager["http_filters"]}
         assert self.missing(bootstrap) == {"decision_metadata_is_received"}
-        filters["envoy.filters.http.ext_proc"]["typed_config"] |= RECEIVING
+        ext_proc_of(bootstrap).update(RECEIVING)
         manager["http_filters"].insert(-1, TELL)
         manager |= TRACING
         (where,) = COLLECTOR["load_assignment"]["endpoints"][0]["lb_endpoints"]

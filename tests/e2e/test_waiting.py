@@ -10,17 +10,15 @@ import pytest
 import pytest_asyncio
 
 from extproc.lab.harness.envoy_config import Bootstrap
-from extproc.lab.harness.stack import SimulatedReplica
-from tests.e2e.client import EnvoyClient
-from tests.e2e.stack import Behind, PatientStack, ext_proc_of, here
+from tests.e2e.client import QUEUED, EnvoyClient
+from tests.e2e.stack import Behind, PatientStack, equal_pair, ext_proc_of, here
 from tests.waiting import until, until_read
 
 FIT = 4
 SMALL = ("--kv-tokens", str(FIT * 1152))  # a replica has room for four requests of this test
-REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100", SMALL) for name in ("one", "two"))
+REPLICAS = equal_pair(*SMALL)
 BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX = "envoy", "istio", "endpoint_picker"
 IMPATIENT = "envoy, without max_message_timeout"
-WAITING = 'extproc_requests_queued{objective="",tenant=""}'
 FILLING, SO_SLOW = 10.0, 50.0
 """Slow-down with which no request ends before the replicas are full, and after."""
 numbers = itertools.count()
@@ -116,11 +114,11 @@ async def full_replicas(client: EnvoyClient, more: int, slow: float = 1.0) -> As
 
 
 @behind(BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX)
-async def test_queued_requests_are_computed_once(client: EnvoyClient, stack: PatientStack) -> None:
+async def test_queued_requests_are_computed_once(client: EnvoyClient) -> None:
     before, again = await client.metric("extproc_queued_seconds_count"), await preempted(client)
     async with full_replicas(client, 30, SO_SLOW) as crowd:
-        await until_read(lambda: client.metric(WAITING), lambda now: now > 0)
-    await nothing_left(client)
+        await until_read(lambda: client.metric(QUEUED), lambda now: now > 0)
+    await client.nothing_left()
     records = [record for name in crowd.names for record in await client.decisions(name)]
     waited = [record for record in records if record["outcome"]["queued_s"] > 0.0]
     assert len(records) == len(crowd.names)
@@ -130,49 +128,34 @@ async def test_queued_requests_are_computed_once(client: EnvoyClient, stack: Pat
 
 
 @behind(BODY_FIRST)
-async def test_few_of_many_short_requests_are_preempted(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
+async def test_few_of_many_short_requests_are_preempted(client: EnvoyClient) -> None:
     """Between two polls the router predicts the KV usage, so some preemptions are possible."""
     before = await preempted(client)
     asked = [client.uncached(f"short {number}", words=250) for number in range(100)]
     assert set(await asyncio.gather(*asked)) == {200}
     assert await preempted(client) <= before + 10
-    await nothing_left(client)
-
-
-async def nothing_left(client: EnvoyClient) -> None:
-    async def idle() -> bool:
-        names = (WAITING, "extproc_requests_in_flight", "extproc_open_streams")
-        return not any([await client.metric(name) for name in names])
-
-    await until(idle)
-    await client.has_in_flight(0)
+    await client.nothing_left()
 
 
 @behind(BODY_FIRST)
-async def test_dead_router_fails_no_queued_request(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
+async def test_dead_router_fails_no_queued_request(client: EnvoyClient) -> None:
     async with full_replicas(client, 12):
-        await stack.kill("router")
+        await client.stack.kill("router")
     await client.start_router()
-    await nothing_left(client)
+    await client.nothing_left()
 
 
 @behind(BODY_FIRST)
-async def test_hung_router_fails_no_queued_request(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
+async def test_hung_router_fails_no_queued_request(client: EnvoyClient) -> None:
     async with full_replicas(client, 12) as crowd:
-        with stack.paused("router"):
+        with client.stack.paused("router"):
             await until(lambda: crowd.unanswered == 0)
     await client.routes_again()
-    await nothing_left(client)
+    await client.nothing_left()
 
 
 @behind(BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX)
-async def test_client_that_hangs_up_leaves_queue(client: EnvoyClient, stack: PatientStack) -> None:
+async def test_client_that_hangs_up_leaves_queue(client: EnvoyClient) -> None:
     async with full_replicas(client, 4, SO_SLOW) as crowd:
         await client.has_in_flight(len(REPLICAS) * FIT)
         wait, in_flight = await waiting(client), await client.in_flight()
@@ -180,26 +163,22 @@ async def test_client_that_hangs_up_leaves_queue(client: EnvoyClient, stack: Pat
         crowd.answers.pop().cancel()
         await until_read(lambda: waiting(client), lambda now: now == wait)
         assert await client.in_flight() == in_flight
-    await nothing_left(client)
+    await client.nothing_left()
 
 
 @behind(BODY_FIRST)
 @pytest.mark.parametrize("part", ["poller", "redis", "one"])
-async def test_dead_part_fails_no_queued_request(
-    client: EnvoyClient, stack: PatientStack, part: str
-) -> None:
+async def test_dead_part_fails_no_queued_request(client: EnvoyClient, part: str) -> None:
     """Requests on a dead replica succeed, too: nothing of their responses had left Envoy."""
     async with full_replicas(client, 12):
-        await stack.kill(part)
-    await nothing_left(client)
-    await stack.start(part)
-    await stack.wait_routing()
+        await client.stack.kill(part)
+    await client.nothing_left()
+    await client.stack.start(part)
+    await client.stack.wait_routing()
 
 
 @behind(IMPATIENT)
-async def test_envoy_without_max_message_timeout_does_not_wait(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
+async def test_envoy_without_max_message_timeout_does_not_wait(client: EnvoyClient) -> None:
     async def sent_on() -> float:
         """Return the number of requests that were routed, or that Envoy sent on unrouted."""
         passed = await client.envoy_counts("ext_proc.failure_mode_allowed")
@@ -209,4 +188,4 @@ async def test_envoy_without_max_message_timeout_does_not_wait(
     async with full_replicas(client, 6, SO_SLOW) as crowd:
         await until_read(sent_on, lambda now: now >= before + len(crowd.answers))
         await until_read(lambda: waiting(client), lambda now: now == 0)
-    await nothing_left(client)
+    await client.nothing_left()
