@@ -85,8 +85,8 @@ class ObservedStack(RecordingStack):
 
     name = "observe"
 
-    def _bootstrap(self) -> Bootstrap:
-        bootstrap = super()._bootstrap()
+    def _shipped(self) -> Bootstrap:
+        bootstrap = super()._shipped()
         sampled, _ = manager_of(bootstrap)["route_config"]["virtual_hosts"][0]["routes"]
         sampled["match"]["runtime_fraction"]["default_value"]["numerator"] = 100
         bootstrap["static_resources"]["clusters"][1]["lb_policy"] = "ROUND_ROBIN"
@@ -176,8 +176,6 @@ async def test_requests_are_the_same_without_a_router(client: EnvoyClient) -> No
 async def test_predictions_are_compared_with_choice_of_envoy(
     client: EnvoyClient, accesses: AccessLog
 ) -> None:
-    same, other = 'extproc_observed_total{choice="same"}', 'extproc_observed_total{choice="other"}'
-    before = [await client.metric(name) for name in (same, other)]
     answers = [await client.chat(tokens=20, stream=stream) for stream in (True, False) * 3]
     upstream = dict[str, str]()
     while not {answer.headers["x-request-id"] for answer in answers} <= upstream.keys():
@@ -193,12 +191,6 @@ async def test_predictions_are_compared_with_choice_of_envoy(
         assert outcome["output_tokens"] == 20
         chosen.append(decision["replica"] == outcome["served_by"])
     assert set(chosen) == {True, False}
-    after = [await client.metric(name) for name in (same, other)]
-    counted = [late - early for late, early in zip(after, before, strict=True)]
-    assert counted == [chosen.count(True), chosen.count(False)]
-    for time in ("predicted_router", "predicted_envoy", "actual"):
-        name = f'extproc_observed_completion_seconds_total{{time="{time}"}}'
-        assert await client.metric(name) > 0.0
 
 
 async def test_request_counts_on_its_replica_from_first_token_on(client: EnvoyClient) -> None:
@@ -209,9 +201,9 @@ async def test_request_counts_on_its_replica_from_first_token_on(client: EnvoyCl
     await client.has_in_flight(0)
 
 
-async def test_hung_router_delays_no_request(client: EnvoyClient, stack: PatientStack) -> None:
+async def test_hung_router_delays_no_request(client: EnvoyClient) -> None:
     """Envoy takes more than 10 s here to notice that the router hangs."""
-    with stack.paused("router"):
+    with client.stack.paused("router"):
         async with asyncio.timeout(PROMPT_S):
             await in_turn(client, 4)
             await send(client, odd_body(tokens=1, pad=TWENTY_MB))
@@ -266,20 +258,12 @@ async def test_router_with_full_memory_changes_no_request(
     assert streamed.body.endswith(b"data: [DONE]\n\n")
 
 
-class Shared(RecordingStack):
-    """A stack whose Envoy sends the session's header to the router."""
-
-    def _bootstrap(self) -> Bootstrap:
-        bootstrap = super()._bootstrap()
-        ext_proc_of(bootstrap)["request_attributes"].append(f"request.headers['{SESSION}']")
-        return bootstrap
-
-
 async def test_share_of_sessions_is_routed_and_rest_is_left_alone(
     client: EnvoyClient, tmp_path: Path
 ) -> None:
     sides, body = set[bool](), odd_body()
-    async with Shared(tmp_path, here(FAST_AND_SLOW), SHARE, pollers=0) as stack:
+    replicas, headers = here(FAST_AND_SLOW), (SESSION,)
+    async with RecordingStack(tmp_path, replicas, SHARE, pollers=0, headers=headers) as stack:
         client, config = EnvoyClient(stack, client.session), load({}, {}, stack.config_file)
         for session in map(str, range(8)):
             steered = is_steered(config, {SESSION: session})

@@ -1,4 +1,4 @@
-"""Pools behind one Envoy, which differ in models, adapters and caches."""
+"""Pools behind one Envoy, which differ in models and caches."""
 
 import asyncio
 import json
@@ -9,47 +9,25 @@ from typing import Any
 
 import pytest
 
-from extproc.config import Config
-from extproc.envoy.check import check_envoy
-from extproc.envoy.finding import Level
 from extproc.lab.harness.envoy_config import Bootstrap, endpoints, manager_of
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
-from extproc.request.objective import FAIRNESS_ID, OBJECTIVE, TARGETS
 from tests.e2e.client import CHAT, MESSAGES, EnvoyClient, RoutedAnswer
-from tests.e2e.stack import PatientStack, cluster_of, ext_proc_of, here, of_pool, replicas
-from tests.waiting import until, until_read
+from tests.e2e.stack import PatientStack, cluster_of, here, of_pool, replicas
+from tests.waiting import until_read
 
 A10, H100 = "llama-8b-a10", "llama-8b-h100"
 SETTINGS: dict[str, dict[str, object]] = {
-    "hold": {
-        "allow_inference_headers": True,
-        "empty_s": 10,  # longer than the 5 s between two requests to an unhealthy replica
-        "objectives": {
-            "soon": {"priority": 1, "sheddable": True},
-            "batch": {"priority": -1, "tenants": ["night"]},
-        },
-    },
+    "hold": {"empty_s": 10},  # longer than the 5 s between two requests to an unhealthy replica
     "serve": {"chunks_per_s": 1e6},
-    "poll": {"interval_s": 0.5},  # of thirteen replicas
+    "poll": {"interval_s": 0.5},  # of eleven replicas
 }
-ADAPTERS, UNLOADED = ("law", "code"), "tax"
 UNIT = 64  # tokens of a prompt that are cached together
 OTHER = "qwen-7b"
-LOAD_S = 0.5  # seconds that an adapter takes to load
 _REPORTS_CACHED = "--enable-prompt-tokens-details"
 _UNCACHED = "--no-enable-prefix-caching"
-_LORA = ("--lora-modules", "law", "code", "tax", "--max-loras", "1")
-_LOADING = (*_LORA, "--lora-load-seconds", str(LOAD_S))
 POOLS = {
-    "default": (
-        SimulatedReplica("llama", A10),
-        SimulatedReplica("qwen", A10, ("--model", OTHER)),
-    ),
+    "default": (SimulatedReplica("llama", A10), SimulatedReplica("qwen", A10, ("--model", OTHER))),
     "second": (SimulatedReplica("second-1", A10), SimulatedReplica("second-2", A10)),
-    "adapters": (
-        SimulatedReplica("lora-1", H100, _LOADING),
-        SimulatedReplica("lora-2", H100, _LOADING),
-    ),
     "prefixes": (
         SimulatedReplica("cached-1", H100, (_REPORTS_CACHED,)),
         SimulatedReplica("cached-2", H100, (_REPORTS_CACHED,)),
@@ -81,10 +59,6 @@ class PoolsStack(PatientStack):
 
     def _bootstrap(self) -> Bootstrap:
         bootstrap = super()._bootstrap()
-        assert self.missing(bootstrap) == {"headers_come_with_body"}
-        headers = [f"request.headers['{name}']" for name in (*OBJECTIVE, *FAIRNESS_ID, *TARGETS)]
-        ext_proc_of(bootstrap)["request_attributes"] += headers
-        assert not self.missing(bootstrap)
         clusters = bootstrap["static_resources"]["clusters"]
         default = cluster_of(bootstrap, "replicas")
         hosts = manager_of(bootstrap)["route_config"]["virtual_hosts"]
@@ -101,10 +75,6 @@ class PoolsStack(PatientStack):
         hosts.append(_host(hosts[0], LOST, "second"))
         hosts[0]["routes"].insert(0, _by_prefix(hosts[1]))
         return bootstrap
-
-    def missing(self, bootstrap: object) -> set[str]:
-        found = check_envoy(bootstrap, Config.model_validate(self._configuration()))
-        return {finding.rule for finding in found if finding.level is Level.ERROR}
 
 
 def _host(pattern: dict[str, Any], pool: str, cluster: str) -> dict[str, Any]:
@@ -124,18 +94,6 @@ def _by_prefix(host: dict[str, Any]) -> dict[str, Any]:
 
 FLEET = here(chain.from_iterable(POOLS.values()))
 system = partial(PoolsStack, replicas=FLEET, settings=SETTINGS)
-
-
-@pytest.mark.parametrize(("model", "replica"), [(MODEL, "llama"), (OTHER, "qwen")])
-async def test_request_goes_to_replica_with_its_model(
-    client: EnvoyClient, model: str, replica: str
-) -> None:
-    await client.replica_is(replica, lambda now: model in now["models"])
-    for _ in range(4):
-        answer = await client.chat(model=model)
-        assert (answer.decision["pool"], answer.decision["replica_name"]) == ("default", replica)
-        (excluded,) = answer.decision["excluded"]
-        assert excluded["why"] == f"does not serve {model!r}"
 
 
 async def test_route_selects_pool(client: EnvoyClient) -> None:
@@ -163,13 +121,11 @@ async def test_client_cannot_choose_pool(client: EnvoyClient) -> None:
     assert answer.decision["pool"] == "second"
 
 
-async def test_unknown_pool_is_logged_once_and_served(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
+async def test_unknown_pool_is_logged_once_and_served(client: EnvoyClient) -> None:
     for _ in range(3):
         answer = await client.chat(headers={"host": f"{LOST}.example"})
         assert answer.decisions == []
-    log = stack.process("router").log.read_text()
+    log = client.stack.process("router").log.read_text()
     (line,) = (line for line in log.splitlines() if "names a pool that is not configured" in line)
     assert LOST in line
     assert ", ".join(POOLS) in line
@@ -189,65 +145,6 @@ async def test_command_lists_one_pool(
     assert [replica["name"] for replica in listed] == ["second-1", "second-2"]
     assert await replicas(stack, "list", "--pool", "secnd") == 2
     assert "no pool 'secnd' is configured; did you mean 'second'?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("header", TARGETS)
-async def test_target_header_routes_or_refuses(client: EnvoyClient, header: str) -> None:
-    client = client.of("second")
-    await until(lambda: client.measured("second-1", "second-2"))
-    objective = {"x-llm-d-inference-objective": "soon"}
-    answer = await client.chat(headers={header: "60000", **objective})
-    assert answer.decision["policy"] == "target"
-    answer = await client.chat(headers={header: "0.001", **objective}, status=429)
-    assert answer.decisions == []
-    assert json.loads(answer.body)["error"]["code"] == "too_late"
-    assert int(answer.headers["Retry-After"]) >= 1
-
-
-async def ask_adapter(client: EnvoyClient, model: str, tokens: int = 8) -> dict[str, Any]:
-    """Return the decision on a streamed request with a small bound.
-
-    Its cost is so small that a faster replica never outweighs the load of an adapter.
-    """
-    return (await client.chat(tokens, model=model, stream=True, max_tokens=tokens)).decision
-
-
-def terms(decision: dict[str, Any]) -> dict[str, float]:
-    return {
-        candidate["name"]: candidate["terms_s"]["adapter"] for candidate in decision["candidates"]
-    }
-
-
-async def homes(client: EnvoyClient) -> dict[str, str]:
-    found: dict[str, str] = {}
-
-    async def settled() -> bool:
-        decisions = {name: await ask_adapter(client, name) for name in ADAPTERS}
-        found.update({name: decision["replica_name"] for name, decision in decisions.items()})
-        loads = [sorted(terms(decision).values()) for decision in decisions.values()]
-        return all(here == 0.0 < there for here, there in loads) and len({*found.values()}) == 2
-
-    await until(settled)
-    return found
-
-
-async def test_adapter_stays_on_its_replica_and_load_elsewhere_is_predicted(
-    client: EnvoyClient,
-) -> None:
-    client = client.of("adapters")
-    for _ in range(5):
-        for name in (*ADAPTERS, UNLOADED):  # one adapter more than two replicas keep loaded
-            await ask_adapter(client, name)
-    where = await homes(client)
-    for _ in range(3):
-        for name in ADAPTERS:
-            decision = await ask_adapter(client, name)
-            assert decision["replica_name"] == where[name]
-            assert decision["outcome"]["status"] == 200
-            (elsewhere,) = [s for other, s in terms(decision).items() if other != where[name]]
-            assert elsewhere > 0.5 * LOAD_S, "0.1 s until a load was measured"
-    plain = await ask_adapter(client, MODEL)
-    assert set(terms(plain).values()) == {0.0}
 
 
 Messages = list[dict[str, str]]
@@ -316,11 +213,9 @@ async def serves_again(client: EnvoyClient) -> None:
     await until_read(lambda: client.chat(status=None), lambda now: now.status == 200)
 
 
-async def test_model_whose_replicas_are_down_gets_503(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
+async def test_model_whose_replicas_are_down_gets_503(client: EnvoyClient) -> None:
     assert (await client.chat()).decision["replica_name"] == "llama"
-    await stack.kill("llama")
+    await client.stack.kill("llama")
     await client.replica_is("llama", lambda now: not now["healthy"])
     # 404 would be the answer of another model's replica.
     for answer in await asyncio.gather(*(client.chat(status=503) for _ in range(4))):
@@ -328,21 +223,19 @@ async def test_model_whose_replicas_are_down_gets_503(
         assert json.loads(answer.body)["error"]["type"] == "service_unavailable_error"
         assert (await client.chat(model=OTHER)).decision["replica_name"] == "qwen"
     await client.chat(model="nobody's", status=404)
-    await stack.start("llama")
+    await client.stack.start("llama")
     await serves_again(client)
     assert (await client.chat(model=MODEL)).decision["replica_name"] == "llama"
 
 
-async def test_request_waits_for_only_replica_to_return(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
+async def test_request_waits_for_only_replica_to_return(client: EnvoyClient) -> None:
     alone = client.of("alone")
     await serves_again(alone)
-    await stack.stop("alone")
+    await client.stack.stop("alone")
     await client.replica_is("alone", lambda now: not now["healthy"])
     waits = asyncio.create_task(alone.chat())
     unserved = f'extproc_requests_unserved{{model="{MODEL}",pool="alone"}}'
     await until_read(lambda: client.metric(unserved), lambda now: now == 1.0)
     assert await client.metric('extproc_replicas_needed{pool="alone"}') >= 1.0
-    await stack.start("alone")
+    await client.stack.start("alone")
     assert (await waits).decision["outcome"]["queued_s"] > 0.0

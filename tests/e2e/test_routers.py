@@ -15,10 +15,9 @@ from typing import Any
 import grpc
 import pytest
 
-from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import EnvoyClient, RoutedAnswer
-from tests.e2e.stack import PatientStack, ext_proc_of, here, replicas
+from tests.e2e.stack import PatientStack, here, replicas
 from tests.proxy.envoy_side import EnvoySide
 from tests.proxy.replies import destination
 from tests.waiting import until
@@ -38,17 +37,13 @@ _AFFINITY: dict[str, dict[str, object]] = {
 }
 
 
-class RouterPair(PatientStack):
-    """Two routers and four equal replicas; Envoy sends the headers that name sessions."""
-
-    def _bootstrap(self) -> Bootstrap:
-        bootstrap = super()._bootstrap()
-        headers = ["request.headers['x-session-id']", "request.headers['cookie']"]
-        ext_proc_of(bootstrap)["request_attributes"] += headers
-        return bootstrap
-
-
-system = partial(RouterPair, replicas=here(REPLICAS), settings=_AFFINITY, routers=2)
+system = partial(
+    PatientStack,
+    replicas=here(REPLICAS),
+    settings=_AFFINITY,
+    headers=("x-session-id", "cookie"),
+    routers=2,
+)
 
 
 async def routed_by_each(client: EnvoyClient) -> list[float]:
@@ -105,34 +100,30 @@ async def test_new_sessions_and_sessionless_requests_are_spread(client: EnvoyCli
     assert len({server_of(answer) for answer in answers}) == len(REPLICAS)
 
 
-async def test_restarted_routers_know_sessions_and_owners(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
+async def test_restarted_routers_know_sessions_and_owners(client: EnvoyClient) -> None:
     named = {"x-session-id": "restart"}
     home, response = await stays(client, named), await respond(client)
-    for router in stack.routers:
-        await stack.kill(router)
-        await stack.start(router)
-    await stack.wait_routing()
+    for router in client.stack.routers:
+        await client.stack.kill(router)
+        await client.stack.start(router)
+    await client.stack.wait_routing()
     assert await stays(client, named) == home
     await known(client, response)
 
 
-async def test_session_leaves_draining_and_dead_replicas(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
+async def test_session_leaves_draining_and_dead_replicas(client: EnvoyClient) -> None:
     named = {"x-session-id": "leaves"}
     home = await stays(client, named)
-    assert await replicas(stack, "drain", home) == 0
-    await client.replica_is(stack.name_of(home), lambda now: now["draining"])
+    assert await replicas(client.stack, "drain", home) == 0
+    await client.replica_is(client.stack.name_of(home), lambda now: now["draining"])
     second = await stays(client, named)
     assert second != home
-    assert await replicas(stack, "undrain", home) == 0
-    await stack.kill(stack.name_of(second))
-    await client.replica_is(stack.name_of(second), lambda now: not now["healthy"])
+    assert await replicas(client.stack, "undrain", home) == 0
+    await client.stack.kill(client.stack.name_of(second))
+    await client.replica_is(client.stack.name_of(second), lambda now: not now["healthy"])
     assert await stays(client, named) != second
-    await stack.start(stack.name_of(second))
-    await stack.wait_routing()
+    await client.stack.start(client.stack.name_of(second))
+    await client.stack.wait_routing()
 
 
 async def respond(
@@ -183,37 +174,13 @@ async def test_conversation_goes_on_at_its_owner(client: EnvoyClient, streamed: 
             assert server_of(last) == owner
 
 
-async def test_conversation_is_not_retried_elsewhere(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
+async def test_conversation_is_not_retried_elsewhere(client: EnvoyClient) -> None:
     """Another replica would answer 404, which Envoy does not retry."""
     last = await respond(client)
     await known(client, last)
-    owner = stack.name_of(server_of(last))
+    owner = client.stack.name_of(server_of(last))
     async with client.simulating(owner, fail=503):
         await respond(client, status=503, previous_response_id=id_of(last))
-
-
-async def test_background_response_is_cancelled_at_its_owner(client: EnvoyClient) -> None:
-    queued = await respond(client, tokens=5_000, background=True)
-    assert json.loads(queued.body)["status"] == "queued"
-    await known(client, queued)
-    cancelled = await client.request("POST", f"{RESPONSES}/{id_of(queued)}/cancel")
-    assert server_of(cancelled) == server_of(queued)
-    assert json.loads(cancelled.body)["status"] == "cancelled"
-    await client.has_in_flight(0)
-
-
-async def test_response_after_retry_belongs_to_serving_replica(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
-    name = REPLICAS[0].name
-    async with client.simulating(name, fail=503):
-        served = [await respond(client, status=None) for _ in range(len(REPLICAS) * 2)]
-    retried = [answer for answer in served if answer.status == 200]
-    assert stack.address(name) not in {server_of(answer) for answer in retried}
-    for answer in retried:
-        await known(client, answer)
 
 
 async def output_of(stack: PatientStack, *arguments: str) -> tuple[str, str]:
@@ -228,32 +195,33 @@ async def output_of(stack: PatientStack, *arguments: str) -> tuple[str, str]:
     return output.decode(), errors.decode()
 
 
-async def test_commands_ask_all_routers(client: EnvoyClient, stack: PatientStack) -> None:
-    names = [f"{gethostname()}:{stack.ports[router]}" for router in stack.routers]
+async def test_commands_ask_all_routers(client: EnvoyClient) -> None:
+    names = [f"{gethostname()}:{client.stack.ports[router]}" for router in client.stack.routers]
 
     async def both_named() -> bool:
-        output, errors = await output_of(stack, "top", "--once")
+        output, errors = await output_of(client.stack, "top", "--once")
         return not errors and all(f"\n{name} " in output for name in names)
 
     await until(both_named)
     async with both_routers_asked(client):
         for _ in range(TURNS):
             await client.chat()
-    output, errors = await output_of(stack, "explain", "--last", str(2 * TURNS), "--json")
+    output, errors = await output_of(client.stack, "explain", "--last", str(2 * TURNS), "--json")
     records = json.loads(output)
     assert ({record["router"] for record in records}, errors) == ({*names}, "")
     times = [record["decided_at"] for record in records]
     assert times == sorted(times)
     for name in names:
         request = next(each["request_id"] for each in records if each["router"] == name)
-        output, errors = await output_of(stack, "explain", request)
+        output, errors = await output_of(client.stack, "explain", request)
         assert (output.splitlines()[0], errors) == (f"router    {name}", "")
 
 
-async def test_page_links_to_the_page_of_the_other_router(
-    client: EnvoyClient, stack: PatientStack
-) -> None:
-    name, url = f"{gethostname()}:{stack.ports['router-2']}", f"{stack.admin('router-2')}/"
+async def test_page_links_to_the_page_of_the_other_router(client: EnvoyClient) -> None:
+    name, url = (
+        f"{gethostname()}:{client.stack.ports['router-2']}",
+        f"{client.stack.admin('router-2')}/",
+    )
 
     async def linked() -> bool:
         snapshot = await client.snapshot()
