@@ -8,6 +8,7 @@ from envoy_data_plane.google.protobuf import ListValue, Struct, Value
 
 from extproc.proxy import messages
 from extproc.proxy.proto import ext_proc_pb2
+from tests.proxy.envoy_side import attributes_of
 
 
 def test_header_values_may_be_text_or_any_bytes() -> None:
@@ -31,11 +32,9 @@ def metadata_of(namespace: str, **fields: Value) -> Metadata:
 
 
 def test_serving_replica_is_read_from_attribute_or_metadata() -> None:
-    attribute = {"upstream.address": Value(string_value="10.0.0.2:8000")}
-    metadata = metadata_of(
-        "envoy.lb", x_gateway_destination_endpoint_served=Value(string_value="10.0.0.3:8000")
-    )
-    attributes = {"envoy.filters.http.ext_proc": Struct(fields=attribute)}
+    attributes = attributes_of({"upstream.address": "10.0.0.2:8000"})
+    served = Value(string_value="10.0.0.3:8000")
+    metadata = metadata_of("envoy.lb", x_gateway_destination_endpoint_served=served)
 
     def address(**message: Any) -> str:
         return messages.upstream_of(received(**message)).address
@@ -57,6 +56,5 @@ def test_subset_is_read_as_list_or_text() -> None:
     assert subset(Value(string_value="10.0.0.1:8000, 10.0.0.2:8000")) == both
     assert subset(Value(list_value=ListValue(values=[]))) == frozenset()
     assert messages.subset_of(received()) is None
-    assert (
-        messages.subset_of(received(metadata_context=metadata_of("envoy.lb.subset_hint"))) is None
-    )
+    without = metadata_of("envoy.lb.subset_hint")
+    assert messages.subset_of(received(metadata_context=without)) is None
