@@ -98,13 +98,6 @@ async def test_memory_state_follows_replicas_file(tmp_path: Path) -> None:
         assert "redis" not in started.log.read_text()
 
 
-async def test_replica_that_refuses_connections_makes_router_ready(tmp_path: Path) -> None:
-    async with router(list_replicas(tmp_path, ScriptedReplica()), tmp_path) as started:
-        await until_read(lambda: started.page("/readyz"), lambda now: now == (200, "ok\n"))
-        (known,) = json.loads((await started.page("/fleet"))[1])["replicas"]
-        assert known["problem"] == "cannot connect: connection refused"
-
-
 @pytest.mark.parametrize(
     ("file", "status"), [("[]", 200), ("missing", 503)], ids=["no replicas", "unreadable"]
 )
