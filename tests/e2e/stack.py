@@ -125,7 +125,7 @@ class Behind(PatientStack):
     """A stack whose Envoy can be restarted with another configuration, while other parts go on."""
 
     name = "envoy"  # of the configuration: a file in envoy/, or a case of the test module
-    cases: Mapping[str, Change] = MappingProxyType({})
+    cases: Mapping[str, Change] = MappingProxyType({})  # changes of envoy.yaml, by their names
 
     async def behind(self, name: str) -> None:
         if name == self.name:

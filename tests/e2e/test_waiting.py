@@ -128,16 +128,6 @@ async def test_queued_requests_are_computed_once(client: EnvoyClient) -> None:
 
 
 @behind(BODY_FIRST)
-async def test_few_of_many_short_requests_are_preempted(client: EnvoyClient) -> None:
-    """Between two polls the router predicts the KV usage, so some preemptions are possible."""
-    before = await preempted(client)
-    asked = [client.uncached(f"short {number}", words=250) for number in range(100)]
-    assert set(await asyncio.gather(*asked)) == {200}
-    assert await preempted(client) <= before + 10
-    await client.nothing_left()
-
-
-@behind(BODY_FIRST)
 async def test_dead_router_fails_no_queued_request(client: EnvoyClient) -> None:
     async with full_replicas(client, 12):
         await client.stack.kill("router")
