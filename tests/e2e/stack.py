@@ -63,7 +63,7 @@ class PatientStack(stack.Stack):
         **kwargs: Any,
     ) -> None:
         """``change``: changes the shipped configuration of Envoy. ``headers``: further headers that
-        Envoy sends to the router with the body of a request."""
+        Envoy sends to the router with the body of a request, unless it sends all headers."""
         super().__init__(*args, **kwargs)
         self._change, self._headers = change, headers
         self._here: dict[str, AsyncExitStack] = {}
@@ -111,7 +111,8 @@ class PatientStack(stack.Stack):
     def _bootstrap(self) -> Bootstrap:
         bootstrap = self._shipped()
         self._change(bootstrap)
-        send_headers(bootstrap, *self._headers)
+        if self._headers and (attributes := ext_proc_of(bootstrap).get("request_attributes")):
+            attributes += [f"request.headers['{name}']" for name in self._headers]
         return bootstrap
 
     def _write_configurations(self) -> None:
@@ -201,12 +202,6 @@ def ext_proc_of(bootstrap: Bootstrap) -> dict[str, Any]:
     }
     settings: dict[str, Any] = filters["envoy.filters.http.ext_proc"]
     return settings
-
-
-def send_headers(bootstrap: Bootstrap, *names: str) -> None:
-    """Let Envoy send further headers of a request with the body, if no message has all headers."""
-    if names and (attributes := ext_proc_of(bootstrap).get("request_attributes")):
-        attributes += [f"request.headers['{name}']" for name in names]
 
 
 def cluster_of(bootstrap: Bootstrap, name: str) -> dict[str, Any]:
