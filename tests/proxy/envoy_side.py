@@ -196,12 +196,6 @@ class Stream:
         await self._call.done_writing()
         assert await self._call.read() is grpc.aio.EOF
 
-    async def end_unread(self) -> None:
-        """Ends the stream, though the router may still reply."""
-        await self._call.done_writing()
-        while await self._call.read() is not grpc.aio.EOF:
-            pass
-
     def reset(self) -> None:
         self._call.cancel()
 

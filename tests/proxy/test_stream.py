@@ -4,8 +4,6 @@ import asyncio
 import json
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
-from random import Random
 from typing import Any
 
 import grpc
@@ -15,9 +13,8 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingRequest, Proces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.proxy.body_memory import BODY_MEMORY_BYTES, BodyMemory
+from extproc.proxy.body_memory import BodyMemory
 from extproc.proxy.services import Services
-from tests.conftest import Logged
 from tests.examples import examples
 from tests.fakes import ManualClock, replica
 from tests.proxy.conftest import config_of, put_replicas, router_of, samples, with_fleet
@@ -25,7 +22,6 @@ from tests.proxy.envoy_side import (
     CHAT,
     REQUEST_TRAILERS,
     RESPONSE_TRAILERS,
-    EnvoySide,
     Local,
     LocalCall,
     body_first,
@@ -36,8 +32,7 @@ from tests.proxy.envoy_side import EVENTS as EVENT_STREAM
 from tests.proxy.envoy_side import request_body as chunk
 from tests.proxy.envoy_side import request_headers as headers
 from tests.proxy.envoy_side import response_body as response_chunk
-from tests.proxy.replies import BodyMode, chosen
-from tests.waiting import until
+from tests.proxy.replies import BodyMode
 
 BODY = json.dumps(CHAT).encode()
 MEMORY = 350_000  # bytes: three of the long bodies below
@@ -210,22 +205,3 @@ async def play(events: list[tuple[Any, Any]]) -> None:
 @given(st.lists(EVENTS, min_size=20, max_size=60))
 def test_any_messages_leave_ledger_and_memory_as_before(events: list[tuple[Any, Any]]) -> None:
     asyncio.run(play(events))
-
-
-@pytest.mark.parametrize("seed", range(5))
-async def test_any_messages_over_grpc_leave_nothing(
-    services: Services, over_grpc: EnvoySide, logged: Logged, seed: int
-) -> None:
-    random = Random(seed)
-
-    async def ask() -> None:
-        async with over_grpc.stream() as call:
-            for message in chain.from_iterable(random.choices(SOME, k=6)):
-                await call.write(message)
-            if random.random() < 0.7:
-                await call.end_unread()
-
-    await asyncio.gather(*(ask() for _ in range(50)))
-    await until(lambda: not services.fleet.in_flight)
-    assert services.body_memory.free == BODY_MEMORY_BYTES
-    assert chosen(await over_grpc.ask_body_first())
