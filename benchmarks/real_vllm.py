@@ -22,7 +22,6 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from benchmarks import arguments
-from benchmarks.attached import attached_replicas
 from benchmarks.fit.replay import described
 from benchmarks.summary import rank_correlation
 from extproc.cli.arguments import above_zero, probability, whole
@@ -30,7 +29,7 @@ from extproc.ground.text import Column, table
 from extproc.lab.harness.pages import decisions, get_json
 from extproc.lab.harness.processes import ProcessError
 from extproc.lab.harness.samples import Lengths, Sample, SampleKind, samples
-from extproc.lab.harness.stack import Stack
+from extproc.lab.harness.stack import SimulatedReplica, Stack
 from extproc.lab.harness.traffic import Answer, send_all
 from extproc.lab.replay.figures import distribution
 from extproc.predict.step import DEFAULT_PROFILE, PROFILES, StepModel
@@ -159,7 +158,9 @@ async def _compare(args: argparse.Namespace, logs: Path) -> list[dict[str, Any]]
     plan += [(policy, policy, sent) for policy in args.policy]
     runs = []
     servers = arguments.servers_by_name(args.servers)
-    replicas = attached_replicas(servers, dict.fromkeys(servers, args.profile))
+    replicas = [
+        SimulatedReplica(name, args.profile, address=address) for name, address in servers.items()
+    ]
     async with Stack(logs, replicas) as stack:
         for name, policy, planned in plan:
             runs.append(await measure(stack, policy, name, planned))

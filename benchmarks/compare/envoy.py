@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-from benchmarks.attached import attached_replicas
 from benchmarks.compare.contenders import ComparedFleet, Front, Requests, Servers
 from benchmarks.discrete import poll_interval
 from extproc.lab.harness.envoy_config import (
@@ -163,7 +162,10 @@ class RouterContender:
     async def running(
         self, fleet: ComparedFleet, servers: Servers, directory: Path, seed: int
     ) -> AsyncIterator[Front]:
-        replicas = attached_replicas(servers, fleet.profiles)
+        replicas = [
+            SimulatedReplica(name, fleet.profiles[name], address=address)
+            for name, address in servers.items()
+        ]
         async with self._stack(directory, replicas, seed) as stack:
             complaints = partial(self._complaints, stack)
             records = partial(decisions, stack.router_admin)

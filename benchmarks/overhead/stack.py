@@ -10,12 +10,11 @@ from typing import Any
 
 import yaml
 
-from benchmarks.attached import attached_replicas
 from benchmarks.overhead.client import ClientReport
 from benchmarks.states import PROFILE, addresses
 from extproc.lab.harness.envoy_config import TEMPLATE, Bootstrap, drop_ext_proc, manager_of
 from extproc.lab.harness.processes import Check, Process, envoy_command, free_port, listening
-from extproc.lab.harness.stack import Stack
+from extproc.lab.harness.stack import SimulatedReplica, Stack
 
 _UPSTREAM = Path(__file__).with_name("upstream.yaml")
 _POOL = "overhead"
@@ -85,8 +84,11 @@ class OverheadStack(Stack):
         self._upstream = free_port()
         self._upstream_file = directory / "upstream.yaml"
         self.template = setup.envoy
-        served = {address: address for address in addresses(setup.replicas, self._upstream)}
-        super().__init__(directory, attached_replicas(served, dict.fromkeys(served, PROFILE)))
+        replicas = [
+            SimulatedReplica(address, PROFILE, address=address)
+            for address in addresses(setup.replicas, self._upstream)
+        ]
+        super().__init__(directory, replicas)
 
     @property
     def process_names(self) -> list[str]:
