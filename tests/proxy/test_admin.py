@@ -2,18 +2,17 @@
 
 import asyncio
 import json
+import threading
 import urllib.request
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession
-from msgspec import structs
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
 from extproc.ground.runtime import in_turns
 from extproc.observe.admin import serve_admin
 from extproc.observe.metrics import RouterMetrics
-from extproc.predict.step import hardware_profile
 from extproc.proxy.admin import admin_routes
 from extproc.proxy.headers import inference_headers
 from extproc.proxy.services import Services
@@ -68,16 +67,24 @@ async def test_decisions_of_large_fleet_do_not_delay_requests(large: Services) -
 
 
 async def test_metrics_of_large_fleet_do_not_delay_requests(registry: CollectorRegistry) -> None:
-    metrics, learned = RouterMetrics(registry), hardware_profile("llama-8b-a10").step
-    states = [structs.replace(each, learned=learned, measured=True) for each in thousand_states()]
-    metrics.set_speeds(states)
-    for state in states:
+    metrics = RouterMetrics(registry)
+    for state in thousand_states():
         metrics.decisions.add("completion", state.id)
-        metrics.hits_expected.add(state.id)
-        metrics.hits_reported.add(state.id)
+        for counts in (metrics.failures, metrics.hits_expected, metrics.hits_reported):
+            counts.add(state.id)
     async with serve_admin("127.0.0.1:0", registry) as address:
         url = f"http://{address}/metrics"
         await assert_event_loop_is_free(lambda: asyncio.to_thread(fetch, url))
+
+
+async def test_gauges_are_read_in_the_thread_that_changes_their_figures(
+    registry: CollectorRegistry,
+) -> None:
+    """Gauges of a poller go through its replicas, which may join or leave meanwhile."""
+    Gauge("thread", "", registry=registry).set_function(threading.get_ident)
+    async with serve_admin("127.0.0.1:0", registry) as address:
+        page = await asyncio.to_thread(fetch, f"http://{address}/metrics")
+    assert float(page.split()[-1]) == threading.get_ident()
 
 
 async def test_decision_by_request_id_shows_all_candidates(large: Services) -> None:
