@@ -5,9 +5,10 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
 from heapq import nlargest
 from math import exp, inf
-from typing import Any
+from typing import Any, Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.metrics import MetricWrapperBase
 
 from extproc import __version__
 from extproc.ground.clock import Clock
@@ -31,18 +32,27 @@ _RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10)
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
-class Counts(Counter):
-    """Counter that caches its series: looking one up by ``labels`` takes longer than ``inc``."""
+class _CachedSeries(MetricWrapperBase):
+    """Metric that caches its series: looking one up by ``labels`` takes longer than ``inc``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._children: dict[tuple[str, ...], Counter] = {}
+        self._series: dict[tuple[str, ...], Self] = {}
+
+    def _of(self, labels: tuple[str, ...]) -> Self:
+        return self._series.get(labels) or self._series.setdefault(labels, self.labels(*labels))
+
+    def _drop(self, unwanted: Iterable[tuple[str, ...]]) -> None:
+        for labels in unwanted:
+            del self._series[labels]
+            self.remove(*labels)
+
+
+class Counts(_CachedSeries, Counter):
+    """Counter with a series for each of its labels."""
 
     def add(self, *labels: str, by: float = 1) -> None:
-        child = self._children.get(labels)
-        if child is None:
-            child = self._children[labels] = self.labels(*labels)
-        child.inc(by)
+        self._of(labels).inc(by)
 
     def items(self) -> list[tuple[tuple[str, ...], float]]:
         (family,) = self.collect()
@@ -50,29 +60,18 @@ class Counts(Counter):
 
     def keep(self, replicas: Container[str]) -> None:
         """Remove the series of all other replicas; ``replica`` must be the last label."""
-        for dropped in [labels for labels in self._children if labels[-1] not in replicas]:
-            del self._children[dropped]
-            self.remove(*dropped)
+        self._drop([labels for labels in self._series if labels[-1] not in replicas])
 
 
-class LabeledGauge(Gauge):
-    """Gauge whose series are replaced as a whole. Keeps series that stay: to make the series of a
-    thousand replicas anew would stop the router for 20 ms."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._children: dict[tuple[str, ...], Gauge] = {}
+class LabeledGauge(_CachedSeries, Gauge):
+    """Gauge whose series are replaced as a whole. Series that stay are kept: to make the series of
+    a thousand replicas anew would stop the router for 20 ms."""
 
     def show(self, values: Mapping[tuple[str, ...], float]) -> None:
         """Set a series for each of these labels, and remove all others."""
-        for labels in self._children.keys() - values.keys():
-            del self._children[labels]
-            self.remove(*labels)
+        self._drop(self._series.keys() - values.keys())
         for labels, value in values.items():
-            child = self._children.get(labels)
-            if child is None:
-                child = self._children[labels] = self.labels(*labels)
-            child.set(value)
+            self._of(labels).set(value)
 
 
 class PredictedSeconds:
