@@ -157,12 +157,12 @@ async def test_drained_pod_that_is_not_ready_is_empty_if_its_scrapes_say_so(
 
 
 async def test_reader_that_leaves_ends_a_drain_without_an_error(
+    redis_client: Redis,
     redis_server: RedisServer,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with connect(redis_server.url, "default") as redis:
-        await StateWriter(redis, "default", ttl_s=10).put([ReplicaState(id=HERE)])
+    await StateWriter(redis_client, "default", ttl_s=10).put([ReplicaState(id=HERE)])
     read, write = os.pipe()
     os.close(read)
     words = ["replicas", "drain", HERE, "--wait", "60", "--redis.url", redis_server.url]
