@@ -18,7 +18,7 @@ from msgspec import to_builtins
 from extproc.cli.arguments import CommandError, whole
 from extproc.cli.configuration import add_file, configured
 from extproc.cli.routers import AskedRouter, routers_to_ask
-from extproc.cli.screen import RouterView, draw, screen
+from extproc.cli.screen import draw, screen
 from extproc.config import AdminSettings, Config
 from extproc.ground.runtime import started
 from extproc.ground.text import WIDTH, printable
@@ -72,19 +72,20 @@ def run(args: argparse.Namespace) -> int:
 
 async def _explain(args: argparse.Namespace, config: Config) -> str:
     routers, notes = await routers_to_ask(args.router, config)
-    found, failures = list[tuple[DecisionRecord, str]](), dict[AskedRouter, str]()
+    found = list[tuple[DecisionRecord, str]]()
 
     async def ask(router: AskedRouter) -> None:
         try:
             asked = fetch_decisions(router.admin, args.request_id, args.last, config.admin)
             found.extend((record, router.name) for record in await asked)
         except RouterUnavailableError as error:
-            failures[router] = router.failed(error)
+            router.failed(error)
 
     await asyncio.gather(*map(ask, routers))
-    failed = (failures[router] for router in routers if router in failures)
-    problems = [*map(printable, (*notes, *failed))]
-    if len(failures) == len(routers):
+    answered = [router for router in routers if not router.error]
+    failures = (router.error for router in routers if router.error)
+    problems = [*map(printable, (*notes, *failures))]
+    if not answered:
         raise CommandError(*problems)
     if remark := other_format(record.version for record, _ in found):
         problems.append(remark)
@@ -94,7 +95,6 @@ async def _explain(args: argparse.Namespace, config: Config) -> str:
     if args.request_id is None:
         found = found[-args.last :]
     elif not found:
-        answered = (router for router in routers if router not in failures)
         urls = printable(", ".join(url_of(router.admin, config.admin) for router in answered))
         raise CommandError(
             f"no decision about request {args.request_id!r} at {urls}: Envoy did not ask there, no "
@@ -113,7 +113,7 @@ async def _explain(args: argparse.Namespace, config: Config) -> str:
 class _Shown:
     """Routers that ``top`` shows, and notes on missing ones; ``changed`` is set after a change."""
 
-    views: dict[AskedRouter, RouterView] = field(default_factory=dict)
+    routers: Sequence[AskedRouter] = ()
     notes: Sequence[str] = ()
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -124,17 +124,18 @@ async def _top(args: argparse.Namespace, config: Config) -> str:
     async with started(_watch(shown, args, config)) as (watching,):
         watching.add_done_callback(lambda _: shown.changed.set())
         while not watching.done():
-            views = [*shown.views.values()]
-            complete = all(view.snapshot or view.error for view in views)
-            if any(view.snapshot for view in views):
+            routers = shown.routers
+            complete = all(router.snapshot or router.error for router in routers)
+            if any(router.snapshot for router in routers):
                 if complete or not once:
                     width = shutil.get_terminal_size().columns if terminal else WIDTH
-                    lines = screen(views, shown.notes, width)
+                    lines = screen(routers, shown.notes, width)
                     if once:
                         return "\n".join(lines)
                     draw(lines)
-            elif views and complete:
-                problems = [*map(printable, (*shown.notes, *(view.error for view in views)))]
+            elif routers and complete:
+                errors = (router.error for router in routers)
+                problems = [*map(printable, (*shown.notes, *errors))]
                 if not lines:
                     raise CommandError(*problems)
                 draw([*problems, "", *lines])
@@ -151,14 +152,12 @@ async def _watch(shown: _Shown, args: argparse.Namespace, config: Config) -> NoR
             routers, notes = await routers_to_ask(args.router, config)
             if routers[0].name or not followers:  # else Redis names no router: keep the last ones
                 shown.notes = notes
-                shown.views = {
-                    router: shown.views.get(router) or RouterView(router.name or router.admin)
-                    for router in routers
-                }
-                for router in followers.keys() - shown.views.keys():
+                followed = {router: router for router in followers}
+                shown.routers = [followed.get(router, router) for router in routers]
+                for router in followed.keys() - set(routers):
                     followers.pop(router).cancel()
-                for router in shown.views.keys() - followers.keys():
-                    follower = _follow(router, config.admin, shown.views[router], shown.changed)
+                for router in set(routers) - followed.keys():
+                    follower = _follow(router, config.admin, shown.changed)
                     followers[router] = asyncio.create_task(follower)
                 shown.changed.set()
             await asyncio.sleep(_LOOK_AGAIN_S)
@@ -168,18 +167,16 @@ async def _watch(shown: _Shown, args: argparse.Namespace, config: Config) -> NoR
         await asyncio.gather(*followers.values(), return_exceptions=True)
 
 
-async def _follow(
-    router: AskedRouter, access: AdminSettings, view: RouterView, changed: asyncio.Event
-) -> NoReturn:
-    """Read the router's snapshots into ``view`` until cancelled; set ``changed`` after each
-    snapshot and after each failure."""
+async def _follow(router: AskedRouter, access: AdminSettings, changed: asyncio.Event) -> NoReturn:
+    """Read the router's snapshots until cancelled; set ``changed`` after each snapshot and after
+    each failure."""
     while True:
         try:
             async with aclosing(follow(router.admin, access)) as snapshots:
                 async for snapshot in snapshots:
-                    view.snapshot, view.error = snapshot, ""
+                    router.snapshot, router.error = snapshot, ""
                     changed.set()
         except (RouterUnavailableError, OSError, ValueError) as error:
-            view.error = router.failed(error)
+            router.failed(error)
             changed.set()
         await asyncio.sleep(_RETRY_S)

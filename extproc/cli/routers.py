@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from redis.exceptions import RedisError
 
@@ -12,17 +13,26 @@ from extproc.ground.text import natural
 from extproc.share.connection import address, connect
 from extproc.share.digests import living_routers
 
+Snapshot = Mapping[str, Any]  # see observe/dashboard/snapshot.py
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True, unsafe_hash=True)
 class AskedRouter:
-    """Router that a command asks."""
+    """Router that a command asks, with its last answer, which does not count in comparisons."""
 
     admin: str  # address of its admin server: ``host:port`` or a URL
     name: str = ""  # host and port of ``serve.listen``; empty: a router that Redis did not name
+    # Last snapshot; empty: the router has sent none yet.
+    snapshot: Snapshot = field(default_factory=dict, compare=False)
+    # Why the router does not answer now; empty: the router answers.
+    error: str = field(default="", compare=False)
 
-    def failed(self, error: Exception) -> str:
-        """Describe the router's error, beginning with the router's name if known."""
-        return f"router {self.name}: {error}" if self.name else str(error)
+    @property
+    def title(self) -> str:
+        return self.name or self.admin
+
+    def failed(self, error: Exception) -> None:
+        self.error = f"router {self.name}: {error}" if self.name else str(error)
 
 
 async def routers_to_ask(named: str | None, config: Config) -> tuple[list[AskedRouter], list[str]]:

@@ -3,14 +3,12 @@
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any
 
+from extproc.cli.routers import AskedRouter, Snapshot
 from extproc.ground.text import Column, count, figure, paragraph, printable, share, table
 from extproc.observe.decision import other_format
-
-Snapshot = Mapping[str, Any]  # see observe/dashboard/snapshot.py
 
 _HOME, _REST_OF_LINE, _REST_OF_PAGE = "\x1b[H", "\x1b[K", "\x1b[J"
 _TROUBLE = {"ok": 0, "draining": 1, "excluded": 2, "unhealthy": 3}
@@ -25,15 +23,6 @@ _OF_ROUTERS = {"In flight": "requests in flight", "Waiting": "waiting at this ro
 _TIME = re.compile(r"\d\d:\d\d:\d\d")
 
 
-@dataclass(slots=True)
-class RouterView:
-    """Last snapshot of a router, and the error if the router does not answer now."""
-
-    name: str
-    snapshot: Snapshot = field(default_factory=dict)  # empty: the router has not answered yet
-    error: str = ""  # why the router does not answer now; empty: the router answers
-
-
 def draw(lines: Sequence[str]) -> None:
     """Replace the terminal's content; lines that do not fit are not shown."""
     # Erased before the text: behind a line of full width, xterm would erase its last character.
@@ -42,7 +31,7 @@ def draw(lines: Sequence[str]) -> None:
     print(f"{_HOME}{page}{_REST_OF_PAGE}", end="", flush=True)
 
 
-def screen(routers: Sequence[RouterView], notes: Sequence[str], width: int) -> list[str]:
+def screen(routers: Sequence[AskedRouter], notes: Sequence[str], width: int) -> list[str]:
     """Format routers in ``width`` columns: errors and notes, a table if there are several routers,
     then the fleet as known to the first router that answers, with the warnings of all routers that
     answer. If none answers any more, the last snapshots stand for the routers.
@@ -54,7 +43,7 @@ def screen(routers: Sequence[RouterView], notes: Sequence[str], width: int) -> l
     lines = [*chain.from_iterable(paragraph(printable(text), 2, "!", width) for text in problems)]
     known = [router for router in routers if router.snapshot]
     heard = [router for router in known if not router.error] or known
-    shown, snapshot = heard[0].name, heard[0].snapshot
+    shown, snapshot = heard[0].title, heard[0].snapshot
     if len(routers) > 1:
         lines += [*_routers(routers, shown, width), ""]
         snapshot = {**snapshot, "warnings": _warnings(heard)}
@@ -62,12 +51,12 @@ def screen(routers: Sequence[RouterView], notes: Sequence[str], width: int) -> l
     return [printable(line)[:width] for line in lines]
 
 
-def _routers(routers: Sequence[RouterView], shown: str, width: int) -> Iterator[str]:
+def _routers(routers: Sequence[AskedRouter], shown: str, width: int) -> Iterator[str]:
     """Yield the lines of a table; ``shown``: the router whose fleet is shown below."""
     figures = [_figures_of(router.snapshot) for router in routers]
     titles = [*dict.fromkeys(chain.from_iterable(figures))]
     rows = [
-        [router.name, *("-" if router.error else known.get(title, "-") for title in titles)]
+        [router.title, *("-" if router.error else known.get(title, "-") for title in titles)]
         for router, known in zip(routers, figures, strict=True)
     ]
     columns = [Column("Router", left=True, most=36), *map(Column, titles)]
@@ -86,12 +75,12 @@ def _figures_of(snapshot: Snapshot) -> dict[str, str]:
     }
 
 
-def _warnings(routers: Sequence[RouterView]) -> list[str]:
+def _warnings(routers: Sequence[AskedRouter]) -> list[str]:
     """Merge the warnings of routers, the worst of each router first. A warning that only some of
     these routers have begins with their names. Routers see a fault at different times, so warnings
     that differ in nothing but the time are one."""
     warned = {
-        router.name: {_TIME.sub("", text): text for text in router.snapshot.get("warnings", ())}
+        router.title: {_TIME.sub("", text): text for text in router.snapshot.get("warnings", ())}
         for router in routers
     }
     lines = list[str]()

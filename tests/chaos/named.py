@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
 
-from extproc.cli.screen import RouterView, screen
+from extproc.cli.routers import AskedRouter
+from extproc.cli.screen import screen
 from extproc.config import AdminSettings
 from extproc.ground.text import WIDTH, Column, table
 from extproc.observe.client import RouterUnavailableError, follow
@@ -111,7 +112,7 @@ class Watch:
             for name, note in zip(pool["replicas"]["keys"], column.get("notes", ()), strict=False)
         ]
         return "  ".join(
-            [*screen([RouterView(router, shown)], (), WIDTH), *shown["warnings"], *notes]
+            [*screen([AskedRouter(router, snapshot=shown)], (), WIDTH), *shown["warnings"], *notes]
         )
 
     async def _top(self, router: str) -> str:

@@ -13,7 +13,8 @@ import pytest
 from msgspec.json import decode, encode
 
 from extproc.cli import main
-from extproc.cli.screen import RouterView, draw, screen
+from extproc.cli.routers import AskedRouter
+from extproc.cli.screen import draw, screen
 from extproc.ground.runtime import in_turns
 from extproc.ground.text import WIDTH
 from extproc.lab.harness.processes import free_port
@@ -36,8 +37,8 @@ def top(run: Run) -> Run:
     return partial(run, "top")
 
 
-async def view_of(services: Services) -> RouterView:
-    return RouterView("router", decode(encode(await snapshot([services]))))
+async def view_of(services: Services) -> AskedRouter:
+    return AskedRouter("router", snapshot=decode(encode(await snapshot([services]))))
 
 
 def rows(lines: list[str]) -> list[str]:
