@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise CommandError(f"cannot write {args.output}: {error.strerror}") from None
     # On stderr, because ``--output /dev/stdout`` takes the archive out of a container.
-    note = f"{args.output} has {', '.join(files)}: read it before you publish it."
-    print(note, file=sys.stderr)
+    print(f"{args.output} has {', '.join(files)}: read it before you publish it.", file=sys.stderr)
     return 0
 
 

@@ -21,7 +21,6 @@ from extproc.route.queue import Queue
 from extproc.route.router import Router
 
 TERMS = Terms.__struct_fields__
-_OUTCOME = RequestOutcome.__struct_fields__
 _DIGITS = 5
 _MOST_CANDIDATES = 100_000  # in all stored decisions, about 34 MB
 MOST_RESULTS = 5000  # most prediction results kept for a pool
@@ -80,7 +79,7 @@ class LoggedDecision(msgspec.Struct, eq=False):
             compared=self.compared,
             candidates=self._candidates(most),
             excluded=[*view.excluded[:most]],
-            outcome=RequestOutcome(*(_short(getattr(self.outcome, name)) for name in _OUTCOME)),
+            outcome=RequestOutcome(*map(_short, msgspec.structs.astuple(self.outcome))),
             observed=self.observed,
             version=FORMAT,
         )

@@ -50,7 +50,6 @@ _LEGEND = (
     "admit: wait for KV blocks or a batch slot.  others: delay of other requests.",
     "TTFT = admit + prefill.  finish = TTFT + decode.",
 )
-_COMPLETION_SCORE = "  score = finish + weight * others."
 _OPTIONAL: tuple[tuple[set[str], Callable[[Candidate], object], str], ...] = (
     # Columns that are shown if any candidate has a figure other than zero, and their legends.
     (
@@ -125,7 +124,7 @@ def compare(record: DecisionRecord) -> Comparison:
     }
     legend, hidden = list(_LEGEND), set[str]().union(*(columns for columns, _, _ in _OPTIONAL))
     if record.policy == "completion":
-        legend[-1] += _COMPLETION_SCORE
+        legend[-1] += "  score = finish + weight * others."
     for columns, figure_of, explanation in _OPTIONAL:
         if any(map(figure_of, record.candidates)):
             legend += explanation.split("\n")
@@ -189,8 +188,7 @@ def _request(record: DecisionRecord) -> str:
         return f"{text}, no output tokens"
     each = f" for each of {record.sequences} sequences" if record.sequences > 1 else ""
     bound = "" if record.output_bound is None else f" of at most {record.output_bound}"
-    expected = count(record.expected_output_tokens)
-    return f"{text}, {expected} output tokens expected{bound}{each}"
+    return f"{text}, {count(record.expected_output_tokens)} output tokens expected{bound}{each}"
 
 
 def _named(record: DecisionRecord, replica: str) -> str:

@@ -10,7 +10,7 @@ from extproc.ground.clock import Clock
 from extproc.observe.metrics import Counts, RouterMetrics
 from extproc.predict.inputs import Floats
 
-SPANS_S = (60.0, 600.0, 3600.0)
+SPANS_S = {"minute": 60.0, "10 minutes": 600.0, "hour": 3600.0}
 QUANTILES = (0.5, 0.99)
 
 _EVERY_S = 10.0
@@ -28,7 +28,7 @@ class History:
         self._metrics = metrics
         self._clock = clock
         self._times = metrics.ttft, metrics.tpot, metrics.completion
-        most = round(SPANS_S[-1] / _EVERY_S) + 1
+        most = round(SPANS_S["hour"] / _EVERY_S) + 1
         self._totals = deque([(clock(), self._now())], maxlen=most)
 
     @property
@@ -51,7 +51,7 @@ class History:
         time per token and completion in seconds; NaN: no such time is known.
         """
         now, totals = self._clock(), self._now()
-        return [self._row(span, now, totals) for span in SPANS_S]
+        return [self._row(span, now, totals) for span in SPANS_S.values()]
 
     def _row(self, span: float, now: float, totals: Sequence[Floats]) -> tuple[float, ...]:
         within = (each for each in self._totals if now - each[0] <= span)

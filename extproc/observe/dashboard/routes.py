@@ -8,7 +8,8 @@ from aiohttp import web
 from msgspec.json import encode
 
 from extproc.observe.admin import AUTHORIZED, whole_number
-from extproc.observe.dashboard.snapshot import snapshot, text_table
+from extproc.observe.dashboard.page_table import text_table
+from extproc.observe.dashboard.snapshot import snapshot
 from extproc.observe.decision import DecisionRecord
 from extproc.observe.decision_log import ObservedPool
 from extproc.observe.explain import compare

@@ -6,16 +6,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from math import inf, isnan
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from extproc.config import Config
 from extproc.ground.address import within_reach
 from extproc.ground.clock import time_of_day
-from extproc.ground.text import Cells, T
+from extproc.ground.text import figure
 from extproc.observe.changes import Presence
-from extproc.observe.dashboard.observed import observed_requests, steering
-from extproc.observe.dashboard.page_table import PageColumn, PageTable
+from extproc.observe.dashboard.page_table import PageColumn, PageTable, text_table
 from extproc.observe.dashboard.replica_table import replica_table
 from extproc.observe.dashboard.warnings import (
     pool_warnings,
@@ -32,6 +33,7 @@ from extproc.route.waiting import Waiting
 
 _RECENT_S = 60.0  # seconds over which decisions are counted
 _COMPARED_S = 300.0  # seconds over which latencies are shown and predictions compared
+_SOUGHT = 1000  # last decisions, among which observed requests are sought
 _DECISIONS_LISTED = 12
 _UNKNOWN = "-: the request still runs, or the router did not read its response to the end."
 _POINTS = 500
@@ -48,6 +50,7 @@ _HISTORY = {  # title and unit of each figure in a row of the history
 }
 _FACTORS = {"seconds": 1.0, "milliseconds": 1e3}  # from seconds to the unit
 _GROUPS = 50  # most groups of queued requests shown: there may be many tenants
+Pairs = list[tuple[str, str]]  # names and texts of figures or facts
 
 
 async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
@@ -77,7 +80,7 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
             }
         )
         await asyncio.sleep(0)
-    observed_figures, observed_facts = observed_requests(first.log)
+    observed_figures, observed_facts = _observed(first.log)
     return {
         "version": FORMAT,
         "router": f"router on {platform.node()}, {first.config.serve.admin}",
@@ -91,7 +94,7 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
         ],
         "facts": [
             *_facts(pools),
-            ("Policy", first.config.route.policy + steering(first.config.serve)),
+            ("Policy", _policy(first.config)),
             *observed_facts,
         ],
         "links": _links(pools),
@@ -99,21 +102,6 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
         "history": _history(history, age_s, first.wall() - age_s),
         "decisions": _decisions(first.log),
     }
-
-
-def text_table(
-    caption: str, keys: list[Any], cells: Cells[T], items: Sequence[T], units: Mapping[str, str]
-) -> PageTable:
-    """Make a table of ``explain`` for the page. ``units``: units of columns by title; other columns
-    have the unit ``text`` if aligned to the left, else ``figure``."""
-    columns = list[PageColumn]()
-    for column, cell in cells:
-        title = column.header
-        if title == "actual":
-            title = f"{columns[-1].title.removesuffix(' s')} actual"
-        unit = units.get(title, "text" if column.left else "figure")
-        columns.append(PageColumn(title, unit, [*map(cell, items)]))
-    return PageTable(caption, keys, columns)
 
 
 def _waiting(pool: ObservedPool, view: FleetView) -> PageTable:
@@ -165,6 +153,47 @@ def _accuracy(ended: Sequence[PredictionResult]) -> dict[str, Any]:
     return {"words": words, "quantiles": quantiles, "points": points}
 
 
+def _observed(log: DecisionLog) -> tuple[Pairs, Pairs]:
+    """Compare the router's choices with Envoy's, for observed requests of the last 1,000 decisions.
+
+    Returns figures and facts. The figures are empty until an observed request was answered. The
+    facts are empty until the router saw the end of an observed request.
+    """
+    served = [
+        (record.decision, record.outcome.served_by, record.outcome.completion_s)
+        for record in log.last(_SOUGHT)
+        if record.observed and record.outcome.served_by is not None
+    ]
+    if not served:
+        return [], []
+    elsewhere = sum(replica != decision.replica for decision, replica, _ in served)
+    figures = [("observed requests that Envoy sent elsewhere", f"{elsewhere:,} of {len(served):,}")]
+    times = [
+        (decision.predicted_completion, on_envoys.predicted_completion, completion_s)
+        for decision, replica, completion_s in served
+        if completion_s is not None and (on_envoys := decision.on(replica)) is not None
+    ]
+    finite = [row for row in times if max(row) < inf]
+    if not finite:
+        return figures, []
+    by_router, by_envoy, actual = map(fmean, zip(*finite, strict=True))
+    text = (
+        f"mean completion of {len(finite):,} requests: predicted {figure(by_router)} s for the "
+        f"router's choices and {figure(by_envoy)} s for Envoy's, actual {figure(actual)} s"
+    )
+    return figures, [("Observed requests", text)]
+
+
+def _policy(config: Config) -> str:
+    """Name the policy, and which requests the router steers unless it steers all."""
+    serve, which = config.serve, ""
+    if serve.mode == "observe":
+        which = " (observes: Envoy chooses)"
+    elif serve.share < 1.0:
+        which = f" (for {100.0 * serve.share:.3g}% of the requests)"
+    return config.route.policy + which
+
+
 def _facts(pools: Sequence[ObservedPool]) -> Iterator[tuple[str, str]]:
     for pool in pools:
         fleet, of = pool.fleet, f" of {pool.config.pool}" if len(pools) > 1 else ""
@@ -207,12 +236,12 @@ def _with_gone(alive: str, presence: Presence) -> str:
 
 def _history(rows: Sequence[tuple[float, ...]], age_s: float, started_at: float) -> PageTable:
     """Make a table of :meth:`History.rows`; a note says if the router is younger than an hour."""
-    names = ["minute", "10 minutes", "hour"]
+    names = [*SPANS_S]
     columns = [PageColumn("Last", "name", names)]
     for (title, unit), *values in zip(_HISTORY.items(), *rows, strict=True):
         columns.append(PageColumn(title, unit, [_shown(value, unit) for value in values]))
     note = f"This router started at {time_of_day(started_at)}: longer periods begin then."
-    return PageTable("Last hour", names, columns, note if age_s < SPANS_S[-1] else "")
+    return PageTable("Last hour", names, columns, note if age_s < SPANS_S["hour"] else "")
 
 
 def _shown(value: float, unit: str) -> str | float | None:
