@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -40,26 +40,23 @@ class ConfigError(Exception):
     """The configuration cannot be used; ``args``: lines, each with a problem."""
 
 
-class _Value(NamedTuple):
-    given: object
-    origin: str  # file, variable or flag that set the value, for error messages
+_Given = Iterator[tuple[str, object, str]]  # key, value, and file, variable or flag that set it
 
 
 def load(flags: Mapping[str, str], env: Mapping[str, str], file: Path | None = None) -> Config:
     """Merges flags (key → text), the environment (empty variables are unset) and a file; raises
     ConfigError for unknown keys, wrong values and an unreadable file."""
-    problems: list[str] = []
-    values: dict[str, _Value] = {}
-    from_flags = ((key, _parsed(key, text, f"--{key}")) for key, text in flags.items())
-    for key, value in chain(_from_file(file) if file else (), _from_env(env), from_flags):
+    problems, values, origins = list[str](), dict[str, object](), dict[str, str]()
+    from_flags = ((key, _parsed(key, text, f"--{key}"), f"--{key}") for key, text in flags.items())
+    for key, value, origin in chain(_from_file(file) if file else (), _from_env(env), from_flags):
         if key in LEAVES:
-            values[key] = value
+            values[key], origins[key] = value, origin
         else:
-            problems.append(_unknown(value.origin, key))
+            problems.append(_unknown(origin, key))
     try:
         config = Config.model_validate(_nested(values))
     except ValidationError as error:
-        problems += [_explain(detail, values, file) for detail in error.errors()]
+        problems += [_explain(detail, origins, file) for detail in error.errors()]
     if problems:
         raise ConfigError(*problems)
     return config
@@ -81,7 +78,7 @@ _TEXTS = {key for key, field in LEAVES.items() if field.annotation in (str, str 
 _SECTIONS = {key.rpartition(".")[0] for key in LEAVES} - {""}
 
 
-def _from_file(path: Path) -> Iterator[tuple[str, _Value]]:
+def _from_file(path: Path) -> _Given:
     try:
         content = read_yaml(path)
     except OSError as error:
@@ -92,36 +89,38 @@ def _from_file(path: Path) -> Iterator[tuple[str, _Value]]:
         return
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must hold keys and values, not a {type(content).__name__}")
-    yield from _flat(content, str(path))
+    for key, value in _flat(content):
+        yield key, value, str(path)
 
 
-def _flat(content: Mapping[object, object], origin: str, prefix: str = "") -> Iterator[Any]:
+def _flat(content: Mapping[object, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     for name, value in content.items():
         key = f"{prefix}{name}"
         if key in _SECTIONS and value is None:
             continue  # a section whose keys are all commented out
         if isinstance(value, dict) and key not in LEAVES:
-            yield from _flat(value, origin, f"{key}.")
+            yield from _flat(value, f"{key}.")
         else:
-            yield key, _Value(value, origin)
+            yield key, value
 
 
-def _from_env(env: Mapping[str, str]) -> Iterator[tuple[str, _Value]]:
+def _from_env(env: Mapping[str, str]) -> _Given:
     for name, text in env.items():
         if not name.startswith(ENV_PREFIX) or name == ENV_FILE or not text:
             continue
         key = name.removeprefix(ENV_PREFIX).replace("__", ".").lower()
         if key in LEAVES or not _SERVICE_LINK.fullmatch(name):
-            yield key, _parsed(key, text, f"variable {name}")
+            origin = f"variable {name}"
+            yield key, _parsed(key, text, origin), origin
 
 
-def _parsed(key: str, text: str, origin: str) -> _Value:
+def _parsed(key: str, text: str, origin: str) -> object:
     """Reads lists and mappings in the flow style of YAML (or JSON); other text stays as it is, and
     so does the value of a setting that is text, such as a password."""
     if key in _TEXTS or text[:1] not in ("[", "{") or _IPV6.match(text):
-        return _Value(text, origin)
+        return text
     try:
-        return _Value(parse_yaml(text), origin)
+        return parse_yaml(text)
     except ValueError as error:
         raise ConfigError(f"{_place(origin, key)}: {error}") from None
 
@@ -131,11 +130,11 @@ def _place(origin: str, key: str) -> str:
     return origin if origin == f"--{key}" else f"{origin}: {key}"
 
 
-def _nested(values: Mapping[str, _Value]) -> dict[str, Any]:
+def _nested(values: Mapping[str, object]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for key, value in values.items():
         section, _, name = key.rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[name] = value.given
+        (tree.setdefault(section, {}) if section else tree)[name] = value
     return tree
 
 
@@ -148,10 +147,10 @@ def _unknown(origin: str, key: str) -> str:
     return f"{origin}: unknown key {key!r}{suggest(key, [*LEAVES, *sorted(_SECTIONS)])}"
 
 
-def _explain(detail: ErrorDetails, values: Mapping[str, _Value], file: Path | None) -> str:
+def _explain(detail: ErrorDetails, origins: Mapping[str, str], file: Path | None) -> str:
     where = ".".join(str(part) for part in detail["loc"])
-    key = next((key for key in values if where == key or where.startswith(f"{key}.")), None)
-    origin = values[key].origin if key else str(file or "configuration")
+    key = next((key for key in origins if where == key or where.startswith(f"{key}.")), None)
+    origin = origins[key] if key else str(file or "configuration")
     if detail["type"] == "extra_forbidden":
         name = where.rpartition(".")[2]
         return f"{origin}: unknown key {where!r}{suggest(name, ReplicaSource.model_fields)}"
