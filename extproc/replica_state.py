@@ -84,7 +84,6 @@ class ReplicaState(EngineFigures, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def serves(self) -> bool:
-        """True if the replica is healthy, ready and awake."""
         return self.healthy and self.ready and not self.asleep
 
     @property

@@ -45,7 +45,6 @@ _REMOVED = {  # commands of earlier versions, and their replacements
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status."""
     # If a standard stream is closed, the event loop would use its number, and abort at the end.
     while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass

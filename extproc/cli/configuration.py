@@ -11,7 +11,6 @@ from extproc.config import Config
 
 
 def add_file(parser: argparse.ArgumentParser) -> None:
-    """Add ``--config``."""
     text = f"YAML file (or the variable {settings.ENV_FILE})"
     file = os.environ.get(settings.ENV_FILE) or None
     parser.add_argument("--config", type=Path, default=file, metavar="FILE", help=text)

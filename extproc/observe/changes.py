@@ -151,7 +151,6 @@ class CounterLog:
     _next: float = field(default=0.0, init=False)  # earliest time of the next line, on the clock
 
     def look(self) -> None:
-        """Logs by how much the counter has grown since the last line."""
         now = self._clock()
         if now < self._next:
             return

@@ -324,7 +324,6 @@ class RouterMetrics:
         self.share.show(_most(_TENANTS, [((tenant,), seconds / total) for tenant, seconds in used]))
 
     def set_unserved(self, pools: Mapping[str, Mapping[str, int]]) -> None:
-        """Set the gauge of queued requests whose model no replica serves, by pool and model."""
         shown = dict[tuple[str, ...], float]()
         for pool, counts in pools.items():
             shown |= _most(_MODELS, [((pool, model), count) for model, count in counts.items()])
