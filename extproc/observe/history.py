@@ -11,8 +11,9 @@ from extproc.observe.metrics import Counts, RouterMetrics
 from extproc.predict.inputs import Floats
 
 SPANS_S = {"minute": 60.0, "10 minutes": 600.0, "hour": 3600.0}
-QUANTILES = (0.5, 0.99)
+RATES = "Requests/s", "5xx/s", "429/s"
 
+_QUANTILES = {"p50": 0.5, "p99": 0.99}
 _EVERY_S = 10.0
 _FADES_S = 30.0  # time in which the weight of a value in an average falls by a factor e
 _GAP_S = 2.0  # longer gaps between two values count as this long: the process stood still
@@ -27,7 +28,7 @@ class History:
     def __init__(self, metrics: RouterMetrics, clock: Clock) -> None:
         self._metrics = metrics
         self._clock = clock
-        self._times = metrics.ttft, metrics.tpot, metrics.completion
+        self._times = {"TTFT": metrics.ttft, "TPOT": metrics.tpot, "Completion": metrics.completion}
         most = round(SPANS_S["hour"] / _EVERY_S) + 1
         self._totals = deque([(clock(), self._now())], maxlen=most)
 
@@ -42,28 +43,27 @@ class History:
         if now - self._totals[-1][0] >= _EVERY_S:
             self._totals.append((now, self._now()))
 
-    def rows(self) -> list[tuple[float, ...]]:
-        """Return a row of figures for each period of :data:`SPANS_S` until now. A period may be up
-        to ten seconds shorter, and begins at the start of the router at the earliest.
+    def figures(self) -> dict[str, list[float]]:
+        """Return figures by title, each for the periods of :data:`SPANS_S` until now. A period may
+        be up to ten seconds shorter, and begins at the start of the router at the earliest.
 
-        A row has requests, answers with 5xx (including the router's 503, and requests lost on hung
-        replicas) and refusals with 429, each per second. Then come the :data:`QUANTILES` of TTFT,
-        time per token and completion in seconds; NaN: no such time is known.
+        The :data:`RATES` come first; 5xx includes the router's 503, and requests lost on hung
+        replicas. Then come quantiles of times in seconds; NaN: no such time is known.
         """
         now, totals = self._clock(), self._now()
-        return [self._row(span, now, totals) for span in SPANS_S.values()]
+        periods = [self._of_period(span, now, totals) for span in SPANS_S.values()]
+        return {title: [period[title] for period in periods] for title in periods[0]}
 
-    def _row(self, span: float, now: float, totals: Sequence[Floats]) -> tuple[float, ...]:
+    def _of_period(self, span: float, now: float, totals: Sequence[Floats]) -> dict[str, float]:
         within = (each for each in self._totals if now - each[0] <= span)
         at, before = next(within, self._totals[-1])
         counts, *buckets = (new - old for new, old in zip(totals, before, strict=True))
         rates = counts / max(now - at, 1.0)
-        times = [
-            quantile(seconds.bounds, values, q)
-            for seconds, values in zip(self._times, buckets, strict=True)
-            for q in QUANTILES
-        ]
-        return *rates.tolist(), *times
+        return dict(zip(RATES, rates.tolist(), strict=True)) | {
+            f"{name} {which}": quantile(seconds.bounds, values, q)
+            for (name, seconds), values in zip(self._times.items(), buckets, strict=True)
+            for which, q in _QUANTILES.items()
+        }
 
     def _now(self) -> tuple[Floats, ...]:
         metrics = self._metrics
@@ -74,7 +74,9 @@ class History:
             + _sum(metrics.requests, {"lost"}),
             _sum(metrics.refused, _TOO_MANY),
         )
-        return tuple(map(np.array, (counts, *(seconds.totals() for seconds in self._times))))
+        return tuple(
+            map(np.array, (counts, *(seconds.totals() for seconds in self._times.values())))
+        )
 
 
 def _sum(counts: Counts, labels: Container[str]) -> float:

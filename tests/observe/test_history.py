@@ -11,7 +11,7 @@ from extproc.observe.metrics import RouterMetrics
 from tests.fakes import ManualClock
 
 
-def test_each_row_covers_its_span() -> None:
+def test_each_figure_covers_its_period() -> None:
     clock, metrics = ManualClock(0.0), RouterMetrics(CollectorRegistry())
     history = History(metrics, clock)
     for second in range(7200):
@@ -22,15 +22,12 @@ def test_each_row_covers_its_span() -> None:
             metrics.completion.observe(2.0, None, "m", "")
         clock.advance(1.0)
         history.look()
-    minute, ten_minutes, hour = history.rows()
-    assert [row[0] for row in (minute, ten_minutes, hour)] == pytest.approx(
-        [2.0, 1.5, 1.08], rel=0.02
-    )
-    assert [row[2] for row in (minute, ten_minutes, hour)] == pytest.approx(
-        [1.0, 0.5, 300 / 3600], rel=0.02
-    )
-    assert all(map(isnan, hour[3:7]))
-    assert 1.0 <= hour[7] <= hour[8] <= 2.5
+    figures = history.figures()
+    assert figures["Requests/s"] == pytest.approx([2.0, 1.5, 1.08], rel=0.02)
+    assert figures["429/s"] == pytest.approx([1.0, 0.5, 300 / 3600], rel=0.02)
+    hour = {title: values[-1] for title, values in figures.items()}
+    assert all(isnan(hour[title]) for title in ("TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"))
+    assert 1.0 <= hour["Completion p50"] <= hour["Completion p99"] <= 2.5
 
 
 def test_young_router_shows_its_life() -> None:
@@ -43,16 +40,17 @@ def test_young_router_shows_its_life() -> None:
     metrics.refused.add("service_unavailable_error")
     metrics.refused.add("no_memory")
     clock.advance(10.0)
-    for requests, failed, *_ in history.rows():
-        assert (requests, failed) == (2.0, 0.5)
+    figures = history.figures()
+    assert figures["Requests/s"] == [2.0, 2.0, 2.0]
+    assert figures["5xx/s"] == [0.5, 0.5, 0.5]
 
 
-def test_rows_after_a_pause_cover_the_time_since_the_last_totals() -> None:
+def test_figures_after_a_pause_cover_the_time_since_the_last_totals() -> None:
     clock, metrics = ManualClock(0.0), RouterMetrics(CollectorRegistry())
     history = History(metrics, clock)
     metrics.requests.add("routed", by=200)
     clock.advance(100.0)  # the process stood still
-    assert history.rows()[0][0] == 2.0
+    assert history.figures()["Requests/s"][0] == 2.0
 
 
 @pytest.mark.parametrize(("q", "expected"), [(0.25, 0.5), (0.5, 1.0), (0.75, 1.5), (1.0, 2.0)])

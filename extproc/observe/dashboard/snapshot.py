@@ -18,16 +18,11 @@ from extproc.ground.text import figure
 from extproc.observe.changes import Presence
 from extproc.observe.dashboard.page_table import PageColumn, PageTable, text_table
 from extproc.observe.dashboard.replica_table import replica_table
-from extproc.observe.dashboard.warnings import (
-    pool_warnings,
-    redis_lost,
-    router_warnings,
-    worst_first,
-)
+from extproc.observe.dashboard.warnings import Costly, pool_warnings, redis_lost, router_warnings
 from extproc.observe.decision import FORMAT
 from extproc.observe.decision_log import DecisionLog, ObservedPool, PredictionResult
 from extproc.observe.explain import DECISIONS, reason_of
-from extproc.observe.history import SPANS_S
+from extproc.observe.history import RATES, SPANS_S
 from extproc.predict.inputs import FleetView
 from extproc.route.waiting import Waiting
 
@@ -37,18 +32,7 @@ _SOUGHT = 1000  # last decisions, among which observed requests are sought
 _DECISIONS_LISTED = 12
 _UNKNOWN = "-: the request still runs, or the router did not read its response to the end."
 _POINTS = 500
-_HISTORY = {  # title and unit of each figure in a row of the history
-    "Requests/s": "figure",
-    "5xx/s": "figure",
-    "429/s": "figure",
-    "TTFT p50": "seconds",
-    "TTFT p99": "seconds",
-    "TPOT p50": "milliseconds",
-    "TPOT p99": "milliseconds",
-    "Completion p50": "seconds",
-    "Completion p99": "seconds",
-}
-_FACTORS = {"seconds": 1.0, "milliseconds": 1e3}  # from seconds to the unit
+_MILLISECONDS = "TPOT p50", "TPOT p99"  # figures of the history; other times are seconds
 _GROUPS = 50  # most groups of queued requests shown: there may be many tenants
 Pairs = list[tuple[str, str]]  # names and texts of figures or facts
 
@@ -59,7 +43,7 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
     A thousand replicas take 15 ms; other tasks run between two pools.
     """
     first = pools[0]
-    history, age_s = first.history.rows(), first.history.age_s
+    history, age_s = first.history.figures(), first.history.age_s
     lately = first.log.since(first.wall() - _RECENT_S)
     dispatched = Counter((record.pool, record.decision.replica) for record in lately)
     shown, usable, replicas, since = [], 0, 0, first.clock() - _COMPARED_S
@@ -80,16 +64,17 @@ async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
             }
         )
         await asyncio.sleep(0)
+    warnings.sort(key=lambda pair: not isinstance(pair[1], Costly))  # the worst first
     observed_figures, observed_facts = _observed(first.log)
     return {
         "version": FORMAT,
         "router": f"router on {platform.node()}, {first.config.serve.admin}",
-        "warnings": worst_first(warnings),
+        "warnings": [prefix + warning for prefix, warning in warnings],
         "figures": [
             ("replicas in use", f"{usable} of {replicas}"),
             ("requests in flight", f"{sum(pool.fleet.in_flight for pool in pools):,}"),
             ("waiting at this router", f"{sum(len(pool.queue) for pool in pools):,}"),
-            ("requests a second", f"{history[0][0]:.1f}"),
+            ("requests a second", f"{history['Requests/s'][0]:.1f}"),
             *observed_figures,
         ],
         "facts": [
@@ -234,22 +219,23 @@ def _with_gone(alive: str, presence: Presence) -> str:
     return f"{alive}; left: {presence.gone}" if presence.gone else alive
 
 
-def _history(rows: Sequence[tuple[float, ...]], age_s: float, started_at: float) -> PageTable:
-    """Make a table of :meth:`History.rows`; a note says if the router is younger than an hour."""
+def _history(figures: Mapping[str, Sequence[float]], age_s: float, started_at: float) -> PageTable:
+    """Make a table of :meth:`History.figures`, with a note on a router younger than an hour."""
     names = [*SPANS_S]
     columns = [PageColumn("Last", "name", names)]
-    for (title, unit), *values in zip(_HISTORY.items(), *rows, strict=True):
-        columns.append(PageColumn(title, unit, [_shown(value, unit) for value in values]))
+    for title, values in figures.items():
+        if title in RATES:
+            columns.append(PageColumn(title, "figure", [*map(_rate, values)]))
+        else:
+            unit, factor = ("milliseconds", 1e3) if title in _MILLISECONDS else ("seconds", 1.0)
+            times = [None if isnan(value) else round(value * factor, 3) for value in values]
+            columns.append(PageColumn(title, unit, times))
     note = f"This router started at {time_of_day(started_at)}: longer periods begin then."
     return PageTable("Last hour", names, columns, note if age_s < SPANS_S["hour"] else "")
 
 
-def _shown(value: float, unit: str) -> str | float | None:
-    """Convert a rate or seconds for the page: a rate gets two digits after the point or, below 0.1,
-    two significant digits; NaN becomes None."""
-    if unit == "figure":
-        return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
-    return None if isnan(value) else round(value * _FACTORS[unit], 3)
+def _rate(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def _decisions(log: DecisionLog) -> PageTable:

@@ -5,7 +5,7 @@ aloud.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from math import inf
 from statistics import median_high
@@ -44,12 +44,6 @@ _EXTERNAL = 1.0  # requests that no router sent; polls and ledgers differ by les
 
 class Costly(str):
     """Warning of a fault that costs requests now: requests fail, are refused, or are not routed."""
-
-
-def worst_first(warnings: Iterable[tuple[str, str]]) -> list[str]:
-    """Join pairs of prefix and warning; warnings of faults that cost requests come first."""
-    ordered = sorted(warnings, key=lambda pair: not isinstance(pair[1], Costly))
-    return [prefix + warning for prefix, warning in ordered]
 
 
 def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
