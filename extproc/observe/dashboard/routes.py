@@ -1,7 +1,7 @@
 """HTTP routes of the dashboard: its files, snapshots as server-sent events, and decisions."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from aiohttp import web
@@ -55,9 +55,15 @@ class Live:
 
 def page_routes() -> list[web.RouteDef]:
     """Return routes for the files of the page, which need no token because they hold no data."""
-    files = (*_FILES.glob("*.js"), *_FILES.glob("*.css"))
-    assets = [web.get(f"/dashboard/{file.name}", _file(file)) for file in files]
-    return [web.get("/", _file(_FILES / "index.html")), *assets]
+    assets = (*_FILES.glob("*.js"), *_FILES.glob("*.css"))
+    files = {"/": _FILES / "index.html"} | {f"/dashboard/{file.name}": file for file in assets}
+    texts = {path: file.read_text(encoding="utf-8") for path, file in files.items()}
+
+    async def page(request: web.Request) -> web.Response:
+        kind = _KINDS[files[request.path].suffix]
+        return web.Response(text=texts[request.path], content_type=kind, headers=_HEADERS)
+
+    return [web.get(path, page) for path in files]
 
 
 def dashboard_routes(pools: Sequence[ObservedPool]) -> list[web.RouteDef]:
@@ -95,15 +101,6 @@ def dashboard_routes(pools: Sequence[ObservedPool]) -> list[web.RouteDef]:
         web.get("/dashboard/events", events, allow_head=False),
         web.get("/dashboard/decision", decision),
     ]
-
-
-def _file(file: Path) -> Callable[[web.Request], Awaitable[web.Response]]:
-    text, kind = file.read_text(encoding="utf-8"), _KINDS[file.suffix]
-
-    async def serve(_: web.Request) -> web.Response:
-        return web.Response(text=text, content_type=kind, headers=_HEADERS)
-
-    return serve
 
 
 def _compared(record: DecisionRecord) -> bytes:
