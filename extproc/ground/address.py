@@ -67,7 +67,7 @@ def within_reach(address: str, process: str) -> bool:
     """
     host, _ = split_address(address)
     loopback = host == "localhost" or (is_ip(host) and ipaddress.ip_address(host).is_loopback)
-    return not loopback or split_address(process)[0] == gethostname()
+    return not loopback or process.rpartition(":")[0] == gethostname()
 
 
 def with_name(address: str, name: str) -> str:

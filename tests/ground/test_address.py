@@ -98,6 +98,7 @@ async def test_server_on_all_addresses_is_reached_by_that_of_its_host_name(
         ("localhost:9090", "other:50051", False),
         ("[::1]:9090", "other:50051", False),
         ("127.0.0.1:9090", "here:50051", True),
+        ("127.0.0.1:9090", "", False),  # garbage in Redis
     ],
 )
 def test_loopback_of_another_machine_is_not_within_reach(

@@ -28,6 +28,7 @@ from tests.observe.dashboard.conftest import H100, ended, poll, wait
 
 NO_POLLER = "No poller reaches Redis: no poller runs, or all hang or are cut off from Redis."
 ALONE = Config.model_validate({"state": "memory"})
+OTHER = "other:50051:1f"  # name of another router
 
 
 def page(services: Services) -> dict[str, Any]:
@@ -479,20 +480,21 @@ def test_lost_poller_is_warned_of_while_another_lives(services: Services) -> Non
 
 
 @pytest.mark.parametrize(
-    ("cert", "admin", "links"),
+    ("cert", "router", "admin", "links"),
     [
-        (None, "10.0.0.2:9090", {"other:50051": "http://10.0.0.2:9090/"}),
-        ("router.pem", "10.0.0.2:9090", {"other:50051": "https://10.0.0.2:9090/"}),
-        (None, "127.0.0.1:9090", {}),  # of another machine
-        (None, "", {}),
+        (None, OTHER, "10.0.0.2:9090", {"other:50051": "http://10.0.0.2:9090/"}),
+        ("router.pem", OTHER, "10.0.0.2:9090", {"other:50051": "https://10.0.0.2:9090/"}),
+        (None, OTHER, "127.0.0.1:9090", {}),  # of another machine
+        (None, OTHER, "", {}),
+        (None, "garbage", "127.0.0.1:9090", {}),
     ],
 )
 def test_other_routers_have_links_to_their_pages(
-    services: Services, cert: str | None, admin: str, links: dict[str, str]
+    services: Services, cert: str | None, router: str, admin: str, links: dict[str, str]
 ) -> None:
     tls = {"admin": {"tls_cert": cert, "tls_key": cert}}
     services = replace(services, config=Config.model_validate(tls))
-    other = Digest("other:50051:1f", 1, services.clock(), DigestKind.WHOLE, (), NOTHING, admin)
+    other = Digest(router, 1, services.clock(), DigestKind.WHOLE, (), NOTHING, admin)
     services.fleet.receive_digest(other)
     assert page(services)["links"] == links
 
