@@ -77,7 +77,8 @@ async def _print(results: AsyncIterator[str]) -> None:
 async def _results(
     args: argparse.Namespace, settings: RedisSettings, pool: str
 ) -> AsyncIterator[str]:
-    """Carry out the action; yield the texts to print, each as soon as it is known."""
+    """Carry out the action; yield the texts to print, each as soon as it is known. The caller
+    prints: an OSError of the output is no error of Redis."""
     async with connect(settings, pool) as redis:
         try:
             drains, states = DrainStore(redis, pool), StateReader(redis, pool)

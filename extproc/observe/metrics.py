@@ -351,8 +351,8 @@ class Demand:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._work = self._seconds = 0.0  # replica-seconds of arrived work, and age; both fade
-        self._at = clock()
+        self._work = 0.0  # replica-seconds of arrived work, which fade
+        self._began = self._at = clock()
 
     def arrived(self, decision: Decision) -> None:
         self._fade()
@@ -378,7 +378,8 @@ class Demand:
         waiting = tuple(waiting)
         unserved = {request.model for request in waiting if request.unserved_since is not None}
         self._fade()
-        arriving = self._work / max(self._seconds, 1.0)
+        seconds = _DEMAND_FADES_S * (1.0 - exp((self._began - self._at) / _DEMAND_FADES_S))
+        arriving = self._work / max(seconds, 1.0)  # the seconds fade like the work
         long_ago = self._clock() - _MOMENT_S
         if any(request.unserved_since is None and request.since < long_ago for request in waiting):
             arriving = max(arriving, usable / routers)
@@ -387,7 +388,5 @@ class Demand:
 
     def _fade(self) -> None:
         now = self._clock()
-        faded = exp((self._at - now) / _DEMAND_FADES_S)
-        self._work *= faded
-        self._seconds = _DEMAND_FADES_S - faded * (_DEMAND_FADES_S - self._seconds)
+        self._work *= exp((self._at - now) / _DEMAND_FADES_S)
         self._at = now
