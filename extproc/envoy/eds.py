@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import AsyncExitStack, aclosing, suppress
 from functools import lru_cache, partial
+from typing import Any
 
 from betterproto2 import encode_varint
 from envoy_data_plane.envoy.config.core.v3 import Address, HealthStatus, SocketAddress
@@ -50,40 +51,38 @@ async def run_eds(config: Config) -> None:
             "state is 'memory', so only the router knows the replicas: set state to 'redis' and "
             "run 'extproc poll'"
         )
-    pools = {pool.pool: PoolMembers() for pool in config.each_pool}
+    pools = [pool.pool for pool in config.each_pool]
     server = EdsServer(dict.fromkeys(pools), config.eds)
     require_address(config.eds.listen, "eds")
     async with AsyncExitStack() as stack:
-        stores = {
-            pool.pool: await stack.enter_async_context(connect(pool.redis, pool.pool))
-            for pool in config.each_pool
-        }
-        readers = [StateReader(redis, pool) for pool, redis in stores.items()]
+        readers, parts = list[StateReader](), list[Coroutine[Any, Any, None]]()
+        for pool in pools:
+            redis = await stack.enter_async_context(connect(config.redis, pool))
+            reader, members = StateReader(redis, pool), PoolMembers()
+            tell = partial(server.put, pool, partial(load_assignment, pool, members.current))
+            readers.append(reader)
+            parts += [
+                _follow(reader, members, tell),
+                _notice_empty(redis, pool, members, tell),
+                _drop_stale(pool, members, tell),
+            ]
         logger.info(
             "eds started: its port opens once it knows the replicas",
             extra={"pool": ", ".join(pools)},
         )
-        await until_signalled(
-            *(
-                _follow(reader, pool, members, server)
-                for reader, (pool, members) in zip(readers, pools.items(), strict=True)
-            ),
-            *(_notice_empty(redis, pool, pools[pool], server) for pool, redis in stores.items()),
-            _drop_stale(pools, server),
-            _serve(readers, server, config.eds.listen),
-        )
+        await until_signalled(*parts, _serve(readers, server, config.eds.listen))
 
 
-async def _follow(
-    reader: StateReader, pool: str, members: "PoolMembers", server: EdsServer
-) -> None:
+async def _follow(reader: StateReader, members: "PoolMembers", tell: Callable[[], None]) -> None:
     async with aclosing(reader.changes()) as changes:
         async for change in changes:
             if members.apply(change):
-                server.put(pool, partial(load_assignment, pool, members.current))
+                tell()
 
 
-async def _notice_empty(redis: Redis, pool: str, members: "PoolMembers", server: EdsServer) -> None:
+async def _notice_empty(
+    redis: Redis, pool: str, members: "PoolMembers", tell: Callable[[], None]
+) -> None:
     """Tell Envoy of a pool without replicas, once living pollers have read every source of it and
     found none. Otherwise an Envoy that starts would wait for the pool's replicas."""
     skips = Skips()
@@ -91,7 +90,7 @@ async def _notice_empty(redis: Redis, pool: str, members: "PoolMembers", server:
         with suppress(RedisError, OSError):
             pollers, _ = await known_pollers(redis, pool, skips)
             if pollers and not any(each.replicas or each.problems for each in pollers.values()):
-                server.put(pool, partial(load_assignment, pool, members.current))
+                tell()
                 return
         await asyncio.sleep(_CHECK_EVERY_S)
 
@@ -131,16 +130,15 @@ async def _report_health(readers: Collection[StateReader], server: EdsServer) ->
             server.close_streams()
 
 
-async def _drop_stale(pools: Mapping[str, "PoolMembers"], server: EdsServer) -> None:
+async def _drop_stale(pool: str, members: "PoolMembers", tell: Callable[[], None]) -> None:
     while True:
         await asyncio.sleep(_CHECK_EVERY_S)
-        for pool, members in pools.items():
-            if stale := members.drop_stale(TTL_S):
-                logger.info(
-                    "replicas withdrawn from envoy: their state is stale",
-                    extra={"replicas": ", ".join(stale), "pool": pool},
-                )
-                server.put(pool, partial(load_assignment, pool, members.current))
+        if stale := members.drop_stale(TTL_S):
+            logger.info(
+                "replicas withdrawn from envoy: their state is stale",
+                extra={"replicas": ", ".join(stale), "pool": pool},
+            )
+            tell()
 
 
 class PoolMembers:
