@@ -26,17 +26,16 @@ _MEMORY = 1000.0  # generated tokens in which the weight of an older ratio falls
 
 
 def scraped_state(
-    base: ReplicaState, before: ReplicaState | None, figures: PageFigures, **others: Any
+    base: ReplicaState, before: ReplicaState, figures: PageFigures, **others: Any
 ) -> ReplicaState:
     """Returns the state of a replica after a scrape.
 
     Args:
         base: fields that no scrape changes.
-        before: state after the last scrape; its list of models is kept. None: the process has
-            restarted.
+        before: state after the last scrape, whose list of models is kept; a blank state if the
+            process has restarted.
         others: fields that replace those of ``figures``.
     """
-    before = before or ReplicaState(id=base.id)
     most = max(before.most_running, figures.running)
     limit = before.max_num_seqs if most == before.most_running else 0
     if most in (before.running, figures.running) and _is_full(before, figures):

@@ -146,8 +146,9 @@ class MachinePoller:
         figures = self._figures()
         restarted = figures.started_at != self._state.started_at
         # Without `listed`, the models of the last state do not replace those of `base`.
-        before = None if restarted else structs.replace(self._state, listed=False)
-        if self._believed and (before is None or self._estimator is None):
+        last = ReplicaState(id=self.base.id) if restarted else self._state
+        before = structs.replace(last, listed=False)
+        if self._believed and (restarted or self._estimator is None):
             self._estimator = Estimator(self._believed.expected_step(figures.kv_tokens))
         learned, measured = self.base.learned or self._machine.engine.step_model, True
         if self._estimator is not None:
