@@ -10,7 +10,7 @@ import numpy as np
 from extproc.fleet.held_blocks import NUMBERS, BlockUpdate, pack, unpack
 from extproc.ground.clock import Clock
 from extproc.poll.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from extproc.request.prefix import seed_of, token_keys
+from extproc.request.prefix import Keys, seed_of, token_keys
 
 _MOST_BLOCKS = 2**20  # 17 million tokens in blocks of 16, more than any replica holds
 _WHOLE_EVERY_S = 900.0  # longest time between two whole updates: Redis drops old ones
@@ -39,9 +39,13 @@ class _Saved(msgspec.Struct, array_like=True, tag=1):
     digest: bytes
     block_size: int
     group: int | None
-    hashes: bytes
-    keys: bytes
+    hashes: Keys
+    keys: Keys
     copies: dict[int, int]
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=pack).encode
+_decode = msgspec.msgpack.Decoder(_Saved, dec_hook=unpack).decode
 
 
 class KvBlocks:
@@ -83,16 +87,14 @@ class KvBlocks:
     def dump(self, mark: Mark) -> bytes:
         """Encodes the blocks as they were after the batch ``mark``, in 16 bytes a block."""
         held = self._keys, self._keys.values()
-        hashes, keys = (pack(np.fromiter(part, np.uint64)) for part in held)
-        saved = _Saved(*mark, self._block_size, self._group, hashes, keys, self._copies)
-        return msgspec.msgpack.encode(saved)
+        hashes, keys = (np.fromiter(part, np.uint64) for part in held)
+        return _encode(_Saved(*mark, self._block_size, self._group, hashes, keys, self._copies))
 
     def restore(self, data: bytes) -> Mark | None:
         """Restores the blocks and returns the mark of a :meth:`dump`; None: ``data`` is no dump."""
         try:
-            saved = msgspec.msgpack.decode(data, type=_Saved)
-            parts = (unpack(bytes, part).tolist() for part in (saved.hashes, saved.keys))
-            held = dict(zip(*parts, strict=True))
+            saved = _decode(data)
+            held = dict(zip(saved.hashes.tolist(), saved.keys.tolist(), strict=True))
         except ValueError:
             return None
         self.reset(complete=True)
