@@ -1,35 +1,43 @@
 """Discovery of replicas: addresses, DNS names, pods of Kubernetes, and a watched file."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import ipaddress
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from random import Random
 from typing import TYPE_CHECKING
 
 from msgspec import structs
 from pydantic import ValidationError
 
 from extproc.config import Config, KubernetesPods, ReplicaSource
-from extproc.ground.address import join_address, with_name
+from extproc.ground.address import is_ip, join_address, with_name
 from extproc.ground.clock import Clock, monotonic
 from extproc.ground.files import WatchedFiles
-from extproc.ground.runtime import SlowCall, in_daemon_thread
+from extproc.ground.outage_log import OutageLog
+from extproc.ground.runtime import SlowCall, in_daemon_thread, look_up
 from extproc.ground.yaml_file import read_yaml
-from extproc.poll.resolve import Host, Resolve, resolve_host
 from extproc.replica_state import ReplicaState
 from extproc.share.drains import Drains
 
 if TYPE_CHECKING:
     from extproc.poll.kubernetes import KubernetesWatch
 
+log = logging.getLogger(__name__)
+
 RESOLVE_S = 2.0
 """Seconds between two reads of DNS names and the replicas file; also the timeout of a read."""
 _UNNAMED_S = 10.0
 """Seconds without a mention in DNS answers after which an address drains. One answer may name only
 some of a host's addresses, but all answers in this time together name every address."""
+_NO_ADDRESS = socket.EAI_NONAME, socket.EAI_NODATA
+
+Resolve = Callable[[str], Awaitable[Sequence[str]]]
+"""Maps a host name to IP addresses, maybe none; raises ``OSError`` if no name server answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,18 @@ class Target:
         return with_name(self.id, self.name)
 
 
+async def resolve_host(host: str) -> Sequence[str]:
+    """Returns what :func:`look_up` finds, or nothing if the name has no address. OSError then only
+    means that no name server answers."""
+    try:
+        return await look_up(host)
+    except socket.gaierror as error:
+        if error.errno in _NO_ADDRESS:
+            return []
+        raise
+
+
+@dataclass(eq=False)
 class Discovery:
     """Looks up the replicas of all sources; a source whose lookup fails keeps its last replicas.
 
@@ -62,36 +82,25 @@ class Discovery:
     unnamed for ``_UNNAMED_S``, the replica is drained.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[ReplicaSource],
-        file: Path | None,
-        timeout_s: float,
-        resolve: Resolve = resolve_host,
-        drains: Drains | None = None,
-        random: Random | None = None,
-        stays: Callable[[str], bool] = lambda _: False,
-        clock: Clock = monotonic,
-    ) -> None:
-        self._sources = tuple(sources)
-        self._file = file and _ReplicasFile(file, timeout_s)
-        self._new_host = partial(Host, resolve=resolve, timeout_s=timeout_s)
+    sources: Sequence[ReplicaSource]
+    file: Path | None  # with more sources
+    timeout_s: float  # of each lookup
+    resolve: Resolve = resolve_host
+    drains: Drains = field(default_factory=Drains)
+    stays: Callable[[str], bool] = lambda _: False
+    clock: Clock = monotonic
+
+    def __post_init__(self) -> None:
+        self._file = _ReplicasFile(self.file, self.timeout_s) if self.file else None
         self._hosts: dict[str, Host] = {}
-        self._drains = drains or Drains()
-        self._timeout_s = timeout_s
-        self._random = random or Random()
-        self._stays = stays
-        self._clock = clock
         self._named_at: dict[ReplicaSource, dict[str, float]] = {}  # results of ``_named``
         self._watches: dict[KubernetesPods, KubernetesWatch] = {}
 
     async def targets(self) -> tuple[Target, ...]:
         """Looks up the replicas. Of an address's sources, the first that does not drain it counts;
         if all drain it, the first."""
-        sources = (*self._sources, *(await self._file.read() if self._file else ()))
-        names = {source.host_and_port[0] for source in sources if not source.kubernetes}
-        self._hosts = {name: self._hosts.get(name) or self._new_host(name) for name in names}
-        self._follow({source.kubernetes for source in sources if source.kubernetes})
+        sources = (*self.sources, *(await self._file.read() if self._file else ()))
+        self._follow(sources)
         lookups: list[Host | KubernetesWatch] = [*self._hosts.values(), *self._watches.values()]
         await asyncio.gather(*(lookup.look_up() for lookup in lookups))
         self._named_at = {
@@ -101,9 +110,9 @@ class Discovery:
         found: dict[str, Target] = {}
         for target in sorted(targets, key=lambda target: target.draining):
             found.setdefault(target.id, target)
-        self._drains.listed = found
+        self.drains.listed = found
         return tuple(
-            replace(target, draining=target.draining or self._drains.has(id_))
+            replace(target, draining=target.draining or self.drains.has(id_))
             for id_, target in found.items()
         )
 
@@ -122,7 +131,7 @@ class Discovery:
         return {name: problem for name, problem in problems.items() if problem}
 
     def stop(self) -> None:
-        self._follow(set())
+        self._follow(())
 
     def _targets_of(self, source: ReplicaSource) -> Iterable[Target]:
         profile, ports = source.profile, source.kv_events_ports
@@ -145,18 +154,57 @@ class Discovery:
         addresses = self._hosts[host].addresses
         named = [join_address(ip, port) for ip in (addresses if source.dns else addresses[:1])]
         before = self._named_at.get(source, {}) if source.dns or not named else {}
-        staying = {id_: at for id_, at in before.items() if self._stays(id_)}
-        return {**staying, **dict.fromkeys(named, self._clock())}
+        staying = {id_: at for id_, at in before.items() if self.stays(id_)}
+        return {**staying, **dict.fromkeys(named, self.clock())}
 
-    def _follow(self, sources: set[KubernetesPods]) -> None:
-        for gone in self._watches.keys() - sources:
+    def _follow(self, sources: Iterable[ReplicaSource]) -> None:
+        """Adds the host names and watches that the sources need, and drops all others."""
+        names = {source.host_and_port[0] for source in sources if not source.kubernetes}
+        self._hosts = {
+            name: self._hosts.get(name) or Host(name, self.resolve, self.timeout_s)
+            for name in names
+        }
+        pods = {source.kubernetes for source in sources if source.kubernetes}
+        for gone in self._watches.keys() - pods:
             self._watches.pop(gone).stop()
-        for wanted in sources - self._watches.keys():
+        for wanted in pods - self._watches.keys():
             from extproc.poll.kubernetes import PoolWatch, ServiceWatch  # needs lightkube
 
             kind = PoolWatch if wanted.inference_pool else ServiceWatch
-            wake = self._drains.changed.set
-            self._watches[wanted] = kind(wanted, wake, self._timeout_s, self._random)
+            self._watches[wanted] = kind(wanted, self.drains.changed.set, self.timeout_s)
+
+
+class Host:
+    """A host name or an IP address, resolved repeatedly; a failure keeps the last addresses.
+
+    A lookup that takes longer than ``timeout_s`` goes on; the next :meth:`look_up` uses its answer.
+    """
+
+    def __init__(self, name: str, resolve: Resolve, timeout_s: float) -> None:
+        self.addresses: tuple[str, ...] = ()  # all IPv4 or all IPv6, sorted
+        self._name = name
+        self._lookup = SlowCall(partial(resolve, name), timeout_s)
+        self.outage = OutageLog(
+            log,
+            "replica's host does not resolve: keeping its last addresses and retrying",
+            "replica's host resolves again",
+            host=name,
+        )
+
+    async def look_up(self) -> None:
+        try:
+            found = [self._name] if is_ip(self._name) else await self._lookup.result()
+            self.addresses = _one_family(found)
+        except (OSError, UnicodeError) as error:
+            self.outage.failed(error)
+        else:
+            self.outage.note("" if self.addresses else "the name has no address")
+
+
+def _one_family(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Sorts the addresses and drops duplicates. If IPv4 and IPv6 occur, only IPv4 is kept."""
+    ips = sorted(map(ipaddress.ip_address, addresses), key=lambda ip: (ip.version, int(ip)))
+    return tuple(dict.fromkeys(str(ip) for ip in ips if ip.version == ips[0].version))
 
 
 class _ReplicasFile:

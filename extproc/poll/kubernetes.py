@@ -10,11 +10,10 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from random import Random
 from typing import Any
 
 from lightkube.generic_resource import create_namespaced_resource
-from lightkube.models.discovery_v1 import Endpoint
+from lightkube.models.discovery_v1 import Endpoint, EndpointConditions
 from lightkube.resources import core_v1
 from lightkube.resources.discovery_v1 import EndpointSlice
 
@@ -49,7 +48,6 @@ class KubernetesWatch:
     wanted: KubernetesPods
     changed: Callable[[], None]  # called when the pods have changed
     timeout_s: float  # longest wait of ``look_up``
-    random: Random  # source of random waits after failures
     pods: dict[str, Pod] = field(init=False, default_factory=dict)  # by ``ip:port``
 
     def __post_init__(self) -> None:
@@ -88,7 +86,7 @@ class KubernetesWatch:
         self, kind: type[Any], changed: Callable[[], None], **selection: dict[str, Any]
     ) -> Reflector:
         where = {"namespace": self.wanted.namespace, **selection}
-        reflector = Reflector(kind, where, changed, str(self.wanted), self.random)
+        reflector = Reflector(kind, where, changed, str(self.wanted))
         self._reflectors.append(reflector)
         return reflector
 
@@ -203,9 +201,8 @@ def _pod(endpoint: Endpoint) -> Pod:
 
     A terminating pod that still serves counts as ready, although its condition ``ready`` is false.
     """
-    conditions, target = endpoint.conditions, endpoint.targetRef
-    ready = conditions is None or conditions.ready is not False
-    terminating = conditions is not None and bool(conditions.terminating)
-    serving = ready if conditions is None or conditions.serving is None else conditions.serving
+    conditions, target = endpoint.conditions or EndpointConditions(), endpoint.targetRef
+    ready, terminating = conditions.ready is not False, bool(conditions.terminating)
+    serving = ready if conditions.serving is None else conditions.serving
     name = target.name if target and target.name else ""
     return Pod(name, ready or (terminating and serving), terminating)

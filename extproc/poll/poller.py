@@ -34,7 +34,6 @@ class Poller:
             config.replicas_file,
             RESOLVE_S,
             drains=into.drains,
-            random=random,
             stays=self._stays,
         )
         self.unread = self._discovery.unread

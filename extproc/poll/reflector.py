@@ -44,7 +44,6 @@ class Reflector:
         selection: ``namespace``, and ``labels`` or ``fields`` of the objects.
         changed: called after each list and each event.
         source: source of replicas that the objects belong to, for logs.
-        random: source of random waits after failures, so that pollers do not retry together.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class Reflector:
         selection: Mapping[str, Any],
         changed: Callable[[], None],
         source: str,
-        random: Random,
     ) -> None:
         self.objects: dict[str, Any] = {}  # by name
         self.listed = False
@@ -61,7 +59,7 @@ class Reflector:
         self._kind = kind
         self._changed = changed
         self._selection = selection
-        self._backoff = Backoff(_FIRST_WAIT_S, _LONGEST_WAIT_S, random)
+        self._backoff = Backoff(_FIRST_WAIT_S, _LONGEST_WAIT_S, Random())
         self._outage = OutageLog(
             log,
             "Kubernetes source cannot be watched: keeping its last pods and retrying",

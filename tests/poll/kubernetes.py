@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from random import Random
 from typing import Any
 
 from aiohttp import web
@@ -30,7 +29,7 @@ class Found:
 
     def __init__(self, **pods: Any) -> None:
         source = ReplicaSource.model_validate({"kubernetes": pods})
-        self.discovery = Discovery([source], None, PATIENCE_S, random=Random(1))
+        self.discovery = Discovery([source], None, PATIENCE_S)
 
     def __enter__(self) -> "Found":
         return self

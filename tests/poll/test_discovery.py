@@ -17,8 +17,7 @@ import pytest
 
 from extproc.config import ReplicaSource
 from extproc.ground import files
-from extproc.poll.discovery import Discovery, Target, read_replicas
-from extproc.poll.resolve import resolve_host
+from extproc.poll.discovery import Discovery, Target, read_replicas, resolve_host
 from extproc.predict.step import DEFAULT_PROFILE
 from tests.conftest import Logged
 from tests.fakes import ManualClock
