@@ -100,6 +100,7 @@ async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]
     names = {state.id: state.name for state in snapshot.states} if snapshot else {}
     discovery = Discovery(config.replicas, config.replicas_file, RESOLVE_S)
     names |= {target.id: target.name for target in await discovery.targets()}
+    unread = discovery.problems()
     discovery.stop()
     found += [
         Finding(
@@ -109,7 +110,7 @@ async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]
             f"has no address ({problem}): none of its replicas is polled. Correct its name, or "
             "what resolves it",
         )
-        for source, problem in discovery.problems().items()
+        for source, problem in unread.items()
         if source != str(config.replicas_file)  # which ``check_replicas`` reports
     ]
     if not names:

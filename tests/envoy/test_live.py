@@ -304,6 +304,14 @@ async def test_unresolvable_replica_and_missing_file_are_errors(check: Check) ->
     assert "no replica is known: requests wait for one, or Envoy's fallback policy" in text
 
 
+async def test_service_that_cannot_be_read_is_an_error_with_the_reason(check: Check) -> None:
+    """This test runs in no pod, so it has no service account."""
+    settings = alone({"kubernetes": {"service": "vllm", "port": 8000}})
+    text = "\n".join(bad(await check(settings, status=1)))
+    reason = r"\(.+: give the pod a service account.+\)"
+    assert re.search(rf"replica Service vllm, port 8000: has no address {reason}: ", text)
+
+
 class WatchingStack(EdsStack):
     """A stack whose Envoy has listeners and clusters from watched files."""
 
