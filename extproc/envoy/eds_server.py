@@ -48,6 +48,17 @@ class Subscription:
         self.sent: dict[str, bytes] = {}
         self._nonces = itertools.count(1)
         self._nonce = ""
+        self.woken = asyncio.Event()  # set when a response may be due
+
+    async def read(self, requests: AsyncIterator[bytes]) -> None:
+        """Handle requests until Envoy closes the stream; raises ValueError for another message."""
+        async for raw in requests:
+            try:
+                request = DiscoveryRequest.parse(raw)
+            except Exception as error:  # the package may raise anything on invalid bytes
+                raise ValueError("not a DiscoveryRequest") from error
+            self.take(request)
+            self.woken.set()
 
     def take(self, request: DiscoveryRequest) -> None:
         """Handle a request: the first subscribes, later requests acknowledge or change names."""
@@ -94,8 +105,7 @@ class EdsServer:
         self._pools = dict(pools)
         self.known = asyncio.Event()  # the replicas of any pool are known
         self._credentials = credentials_of(files, "eds")
-        self.streams: dict[asyncio.Task[None], asyncio.Event] = {}
-        """Reading task of each open stream → event, set when a response may be due there."""
+        self.streams: dict[asyncio.Task[None], Subscription] = {}  # by the task that reads
         self._health = health.aio.HealthServicer()
 
     async def start(self, address: str) -> int:
@@ -118,8 +128,8 @@ class EdsServer:
         """
         self._pools[pool] = cache(encode)
         self.known.set()
-        for woken in self.streams.values():
-            woken.set()
+        for subscription in self.streams.values():
+            subscription.woken.set()
 
     async def report(self, serving: bool) -> None:
         statuses = health_pb2.HealthCheckResponse
@@ -140,19 +150,18 @@ class EdsServer:
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
         subscription = Subscription(self._pools, context.peer())
-        woken = asyncio.Event()
-        reading = asyncio.create_task(_read(requests, subscription, woken))
-        reading.add_done_callback(lambda _: woken.set())
-        self.streams[reading] = woken
+        reading = asyncio.create_task(subscription.read(requests))
+        reading.add_done_callback(lambda _: subscription.woken.set())
+        self.streams[reading] = subscription
         try:
             while not reading.done():
                 # If Envoy reads slowly, it gets only the newest response.
                 if (response := subscription.due()) is not None:
                     yield bytes(response)
-                await woken.wait()
+                await subscription.woken.wait()
                 if subscription.sent:
                     await asyncio.sleep(_SETTLE_S)
-                woken.clear()
+                subscription.woken.clear()
             if reading.cancelled():
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "redis lost: ask another instance")
             await reading
@@ -164,15 +173,3 @@ class EdsServer:
         finally:
             del self.streams[reading]
             reading.cancel()
-
-
-async def _read(
-    requests: AsyncIterator[bytes], subscription: Subscription, woken: asyncio.Event
-) -> None:
-    async for raw in requests:
-        try:
-            request = DiscoveryRequest.parse(raw)
-        except Exception as error:  # the package may raise anything on invalid bytes
-            raise ValueError("not a DiscoveryRequest") from error
-        subscription.take(request)
-        woken.set()

@@ -25,7 +25,7 @@ from extproc.poll.scrape import PollMetrics
 from extproc.replica_state import TTL_S, ReplicaState
 from extproc.share.assignment import Assigner, Assignment
 from extproc.share.blocks import BlockWriter
-from extproc.share.connection import connect, outage, reconnecting
+from extproc.share.connection import connect, reconnecting
 from extproc.share.drains import DrainStore
 from extproc.share.envelope import Skips
 from extproc.share.replicas import StateReader, StateWriter
@@ -132,7 +132,7 @@ class IntoRedis(Destination):
     def __init__(self, redis: Redis, config: Config, name: str, skips: Skips | None = None) -> None:
         super().__init__()
         pool = config.pool
-        self.assigner = Assigner(redis, pool, name, outage(redis), monotonic, skips)
+        self.assigner = Assigner(redis, pool, name, monotonic, skips)
         self._reader = StateReader(redis, pool, skips)
         self._writer = StateWriter(redis, pool, TTL_S)
         self._block_writer = BlockWriter(redis, pool)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -33,32 +34,24 @@ _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 10.0
 
 
+@dataclass(eq=False)
 class Reflector:
     """Copy of the selected objects of a kind, like the Reflector of client-go: lists them, watches
     them for ``_WATCH_S``, and repeats.
 
     After a failure the last objects stay. Each round reads token and CA again, because kubelet
     renews them.
-
-    Args:
-        selection: ``namespace``, and ``labels`` or ``fields`` of the objects.
-        changed: called after each list and each event.
-        source: source of replicas that the objects belong to, for logs.
     """
 
-    def __init__(
-        self,
-        kind: type[NamespacedResource],
-        selection: Mapping[str, Any],
-        changed: Callable[[], None],
-        source: str,
-    ) -> None:
-        self.objects: dict[str, Any] = {}  # by name
-        self.listed = False
+    kind: type[NamespacedResource]
+    selection: Mapping[str, Any]  # ``namespace``, and ``labels`` or ``fields`` of the objects
+    changed: Callable[[], None]  # called after each list and each event
+    source: str  # source of replicas that the objects belong to, for logs
+    objects: dict[str, Any] = field(init=False, default_factory=dict)  # by name
+    listed: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
         self.tried = asyncio.Event()  # the first list has succeeded or failed
-        self._kind = kind
-        self._changed = changed
-        self._selection = selection
         self._backoff = Backoff(_FIRST_WAIT_S, _LONGEST_WAIT_S, Random())
         self._outage = OutageLog(
             log,
@@ -66,8 +59,8 @@ class Reflector:
             "Kubernetes source is watched again",
             logging.ERROR,
             each=True,
-            source=source,
-            resource=api_info(kind).plural,
+            source=self.source,
+            resource=api_info(self.kind).plural,
         )
         self._task = asyncio.create_task(self._follow())
 
@@ -97,14 +90,14 @@ class Reflector:
         times = httpx2.Timeout(_LIST_S, connect=_CONNECT_S)
         client = AsyncClient(config, timeout=times, trust_env=False, transport=transport)
         try:
-            listed = client.list(self._kind, **self._selection)
+            listed = client.list(self.kind, **self.selection)
             self.objects = {_name(item): item async for item in listed}
             self._read()
             events = client.watch(
-                self._kind,
+                self.kind,
                 server_timeout=_WATCH_S,
                 resource_version=listed.resourceVersion,
-                **self._selection,
+                **self.selection,
             )
             async with asyncio.timeout(_WATCH_S + _LATE_S):
                 async for event, item in events:
@@ -125,7 +118,7 @@ class Reflector:
 
     def _read(self) -> None:
         self.listed = True
-        self._changed()
+        self.changed()
         self.tried.set()
 
 

@@ -18,8 +18,7 @@ from redis.utils import str_if_bytes
 
 from extproc.ground.address import process_address
 from extproc.ground.clock import Clock
-from extproc.ground.outage_log import OutageLog
-from extproc.share.connection import Keys, in_time
+from extproc.share.connection import Keys, in_time, outage
 from extproc.share.envelope import EnvelopeKind, Skips
 
 LIFE_S = 1.2  # life of a heartbeat: others take over a dead poller's replicas within 2 s
@@ -85,19 +84,13 @@ class Assigner:
     """
 
     def __init__(
-        self,
-        redis: Redis,
-        pool: str,
-        poller: str,
-        outage: OutageLog,
-        clock: Clock,
-        skips: Skips | None = None,
+        self, redis: Redis, pool: str, poller: str, clock: Clock, skips: Skips | None = None
     ) -> None:
         self._redis = redis
         self._keys = Keys(pool)
         self._poller = poller
         self._key = self._keys.poller + poller
-        self.outage = outage
+        self.outage = outage(redis)
         self._clock = clock
         self._skips = skips or Skips()
         self._others: dict[str, frozenset[str]] = {}  # other living poller → replicas on its list

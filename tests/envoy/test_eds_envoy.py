@@ -24,7 +24,7 @@ from extproc.lab.harness.envoy_config import endpoints, socket_address
 from extproc.lab.harness.processes import Process, flags, free_port, listening
 from extproc.replica_state import ReplicaState
 from extproc.share.assignment import Assigner
-from extproc.share.connection import connect, outage
+from extproc.share.connection import connect
 from extproc.share.replicas import StateWriter
 from tests.certificates import Authority
 from tests.conftest import Logged, RedisServer
@@ -207,7 +207,7 @@ async def test_port_opens_if_pollers_read_every_source_and_find_no_replica(
     tmp_path: Path, redis_server: RedisServer, redis_client: Redis
 ) -> None:
     """A pool is scaled to zero while an instance restarts."""
-    poller = Assigner(redis_client, POOL, "host:1:0a", outage(redis_client), monotonic)
+    poller = Assigner(redis_client, POOL, "host:1:0a", monotonic)
     async with started(tmp_path, {"redis.url": redis_server.url}) as port:
         is_open = listening(port)
 

@@ -8,7 +8,6 @@ from redis.asyncio import Redis
 
 from extproc.poll.into_redis import Health
 from extproc.share.assignment import Assigner
-from extproc.share.connection import outage
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
 from tests.poll.polling import config, polling, read
@@ -57,7 +56,7 @@ async def test_poller_is_not_ready_until_it_has_read_its_replicas_file(
 async def test_poller_whose_heartbeats_have_ended_is_not_live(redis_client: Redis) -> None:
     clock = ManualClock()
     health = Health(clock)
-    assigner = Assigner(redis_client, "one", "poller", outage(redis_client), clock)
+    assigner = Assigner(redis_client, "one", "poller", clock)
     health.add("one", assigner, list)
     clock.advance(60)
     assert (health.live(), health.ready()) == ("", "pool one: no heartbeat yet")

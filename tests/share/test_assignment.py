@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 
 from extproc.share import assignment
 from extproc.share.assignment import Assigner, Assignment, Heartbeat, known_pollers
-from extproc.share.connection import Keys, connect, outage
+from extproc.share.connection import Keys, connect
 from extproc.share.envelope import Skips
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
@@ -39,7 +39,7 @@ class AssignedPoller:
         self.name = name
         self.listed = listed
         self.assignment = Assignment(frozenset())
-        self.assigner = Assigner(redis, POOL, name, outage(redis), clock or ManualClock())
+        self.assigner = Assigner(redis, POOL, name, clock or ManualClock())
 
     @property
     def replicas(self) -> frozenset[str]:

@@ -17,7 +17,7 @@ from extproc.request.prefix import UNIT_BYTES, Prefix, prefix_of
 from extproc.request.profile import RequestProfile
 from extproc.share import assignment
 from extproc.share.assignment import Assigner
-from extproc.share.connection import Keys, connect, outage
+from extproc.share.connection import Keys, connect
 from extproc.share.replicas import StateWriter
 from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts, StreamReader, append
 from tests.conftest import Logged, RedisServer
@@ -89,7 +89,7 @@ async def test_new_router_awaits_the_state_of_each_listed_replica(
 ) -> None:
     """Until then, the router would drop prompts sent there, and answer 404 to its models."""
     monkeypatch.setattr(assignment, "LIFE_S", PATIENCE_S)
-    poller = Assigner(redis_client, "test", "host:1:0a", outage(redis_client), ManualClock())
+    poller = Assigner(redis_client, "test", "host:1:0a", ManualClock())
     async with router(url) as first:
         send(first, 2, prompt("a", 3))
         await until(lambda: redis_client.exists(Keys("test").prompts))
