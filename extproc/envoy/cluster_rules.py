@@ -22,8 +22,7 @@ _TLS = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
 
 
 def _candidates(file: EnvoyFile) -> list[Node]:
-    """Return the clusters that follow the router's choice. If no cluster does, return all clusters
-    except the router's."""
+    """Return the clusters that follow the router's choice; if none does, all but the router's."""
     others = [cluster for cluster in file.all(CLUSTER) if cluster not in file.router_clusters]
     return file.replica_clusters or others
 

@@ -34,8 +34,7 @@ _OPTIONS = [
 _SETTLE_S = 0.05  # changes within this time reach Envoy together
 
 Assignments = Mapping[str, Callable[[], bytes] | None]
-"""Functions that return the encoded ``ClusterLoadAssignment``, by pool; None until the pool has a
-known replica."""
+"""By pool, the function that returns its ``ClusterLoadAssignment``; None: no replica is known."""
 
 
 class Subscription:

@@ -46,8 +46,7 @@ class EnvoyFile(Tree):
         self.config = config or Config()
 
     def takes(self, kind: str) -> bool:
-        """Return true if Envoy gets listeners (``lds``) or clusters (``cds``) from a server or
-        another file."""
+        """Return true if listeners (``lds``) or clusters (``cds``) come from elsewhere."""
         names = (f"{kind}_config", f"{kind}_resources_locator")
         return any(name in dynamic for dynamic in self.all(_DYNAMIC) for name in names)
 
@@ -83,8 +82,7 @@ class EnvoyFile(Tree):
 
     @cached_property
     def sources(self) -> set[str]:
-        """Sources from which clusters read the router's choice: ``header``, which clients could
-        set, and ``metadata``."""
+        """From where clusters read the router's choice: ``header``, ``metadata``."""
         of_policies = (name for policy in self.all(OVERRIDE_HOST) for name in sources(policy))
         return {*of_policies, *map(destination, self.all(CLUSTER))} - {""}
 
@@ -114,8 +112,7 @@ class EnvoyFile(Tree):
         return [*{node.path: node for node in (*self.ext_procs, *overridden)}.values()]
 
     def filters_of(self, route: Node) -> list[Node]:
-        """Return the ext_proc filters that are enabled for a route, each as the route overrides
-        it, or as configured."""
+        """Return the ext_proc filters that are enabled for a route, with the route's overrides."""
         return [
             node
             for entry in self._ext_procs_for(route)
@@ -124,8 +121,7 @@ class EnvoyFile(Tree):
         ]
 
     def _ext_procs_for(self, route: Node) -> list[Node]:
-        """Return the entries of ext_proc filters that are enabled for a route, and not part of
-        another connection manager."""
+        """Return the entries of ext_proc filters that a route enables, but of no other manager."""
         manager = self.around(route, MANAGER)
         return [
             entry
@@ -143,8 +139,7 @@ class EnvoyFile(Tree):
         )
 
     def passes(self, kind: str, route: Node) -> bool:
-        """Return true if a filter of this type is enabled for the route, or if the file has no
-        such filter."""
+        """Return true if the route enables a filter of this type, or the file has none."""
         entries = self._entries(kind)
         return not entries or any(self._passes(entry, route) for entry in entries)
 

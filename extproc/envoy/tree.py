@@ -2,9 +2,8 @@
 
 The type of a message follows from its ``@type``, from its key (``clusters``, ``listeners``, …) or,
 in Istio's EnvoyFilter, from the ``applyTo`` of its patch. The schema is that of
-``envoy-data-plane``. The package's ``from_dict`` does not suffice: the errors name no place in the
-file, and ``from_dict`` does not know types of modules that are not imported yet, nor fields such as
-``consecutive_5xx``.
+``envoy-data-plane``, whose ``from_dict`` does not suffice: errors name no place in the file, types
+of modules that are not imported are unknown, and so are fields such as ``consecutive_5xx``.
 """
 
 import importlib

@@ -2,12 +2,10 @@
 
 Two figures are derived from consecutive scrapes:
 
-- *Limit of sequences* (``max_num_seqs``): the highest number of sequences that ran at once since
-  the process started. This number counts as the limit once requests wait in two consecutive polls
-  although KV space is free and all running sequences decode. A poll with more running sequences
-  refutes the limit.
-- *Tokens per step*: tokens that a step gives a sequence, averaged over about the last thousand
-  generated tokens.
+- *Limit of sequences* (``max_num_seqs``): the most sequences that ran at once since the process
+  started. This number counts as the limit once requests wait in two consecutive polls although KV
+  space is free and all running sequences decode, until a poll has more running sequences.
+- *Tokens per step*: tokens that a step gives a sequence; mean of about the last thousand tokens.
 """
 
 from math import exp

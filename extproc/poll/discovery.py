@@ -97,8 +97,8 @@ class Discovery:
         self._watches: dict[KubernetesPods, KubernetesWatch] = {}
 
     async def targets(self) -> tuple[Target, ...]:
-        """Looks up the replicas. Of an address's sources, the first that does not drain it counts;
-        if all drain it, the first."""
+        """Looks up the replicas. Of an address's sources, the first one that does not drain the
+        replica counts; if all drain the replica, the first one."""
         sources = (*self.sources, *(await self._file.read() if self._file else ()))
         self._follow(sources)
         lookups: list[Host | KubernetesWatch] = [*self._hosts.values(), *self._watches.values()]
@@ -228,8 +228,7 @@ class _ReplicasFile:
 
 
 def names_replicas(config: Config) -> bool:
-    """Returns True if the configuration names a replica or a file of replicas; raises ValueError
-    from :func:`require_client`."""
+    """Returns True if the configuration names a replica or a file; see :func:`require_client`."""
     require_client(config)
     return any(pool.replicas or pool.replicas_file for pool in config.each_pool)
 

@@ -52,9 +52,8 @@ class KvBlocks:
     """Blocks of one engine, each with the engine's hash and a key that routers can compute.
 
     A router cannot compute the engine's hashes from a prompt, so each block gets a key, computed
-    from its tokens and the key of the block before. Blocks whose tokens or adapter a router cannot
-    know are skipped: blocks with images, the blocks after them, and blocks of adapters that events
-    name only by number.
+    from its tokens and the key of the block before. Blocks with images, the blocks after them, and
+    blocks of adapters that events name only by number are skipped: routers cannot compute the keys.
     """
 
     def __init__(self, random: Random, clock: Clock) -> None:

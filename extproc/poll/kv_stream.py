@@ -44,8 +44,7 @@ class KvStream:
     The replica pushes batches at the first of its ports, and replays recent batches at the second.
     Every :data:`CHECK_S`, a check requests a replay from the last applied batch on, which reveals
     missing batches and a restart of the replica. If the replica cannot replay a missing batch, its
-    blocks stay unknown until the replica restarts or clears its cache. Without ports for events the
-    blocks are never known.
+    blocks stay unknown until the replica restarts or clears its cache.
     """
 
     def __init__(

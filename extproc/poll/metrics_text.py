@@ -70,8 +70,7 @@ class PageFigures(EngineFigures, frozen=True, kw_only=True):
         return {name: getattr(self, name) for name in EngineFigures.__struct_fields__}
 
     def counts(self, at: float) -> EngineCounts:
-        """Returns the counts from which step times are learned; ``at``: time at which the page was
-        read.
+        """Returns the counts at the time ``at``, from which step times are learned.
 
         KV tokens are estimated from the fraction of KV blocks in use, and the last block of each
         sequence counts as half full. Counting that block as full would overstate the KV tokens by a
@@ -96,8 +95,7 @@ class PageFigures(EngineFigures, frozen=True, kw_only=True):
 
 
 def read_metrics(page: bytes) -> PageFigures:
-    """Reads a ``/metrics`` page; raises ScrapeError if the page is not vLLM's, or has a value that
-    no vLLM reports."""
+    """Reads a ``/metrics`` page; raises ScrapeError for a page or a value that is not vLLM's."""
     shortened = bytearray(b"\n" + page)
     drop_old_adapter_sets(shortened)
     text = shortened.decode(errors="replace")
@@ -140,9 +138,8 @@ def read_metrics(page: bytes) -> PageFigures:
 def drop_old_adapter_sets(page: bytearray) -> None:
     """Removes from a page, or its first part, all lines of LoRA adapters except the latest.
 
-    vLLM keeps a line for each set of adapters that ever ran together, and for each order of the
-    set: up to megabytes. The value of a line is the time when the set last ran. Raises ScrapeError
-    if a line has no valid value."""
+    vLLM keeps a line for each set of adapters that ever ran together, in each order: up to
+    megabytes. A line's value is the time when the set last ran; ScrapeError: it is invalid."""
     last = page.rfind(_SET)  # may be incomplete
     if (begin := page.find(_SET, 0, max(last, 0))) >= 0:
         _, *sets = page[begin:last].split(_SET)

@@ -39,8 +39,7 @@ class Reflector:
     """Copy of the selected objects of a kind, like the Reflector of client-go: lists them, watches
     them for ``_WATCH_S``, and repeats.
 
-    After a failure the last objects stay. Each round reads token and CA again, because kubelet
-    renews them.
+    After a failure the last objects stay. Each round reads token and CA again (see ``ACCOUNT``).
     """
 
     kind: type[NamespacedResource]

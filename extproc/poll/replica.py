@@ -217,8 +217,7 @@ class PolledReplica:
         )
 
     async def _count_silence(self, due_s: float) -> None:
-        """Waits ``due_s``, then probes the replica until cancelled, and publishes for how long the
-        replica has been silent.
+        """Waits ``due_s``, then probes the replica until cancelled, and publishes its silence.
 
         The duration is counted in steps of this task. While the poller's process itself stands
         still, the task makes no step, so the replica does not look silent.

@@ -47,8 +47,8 @@ class Keys:
 
     The pool's name stands in braces, so that all keys are in one slot of a Redis Cluster. A name
     that ends in a colon is a prefix of keys: the name of a replica (``ip:port``), poller or router,
-    or a hash, follows. All values are envelopes, except ``pollers``, ``departed_models`` and the
-    values under ``kv_stream``.
+    or a hash, follows. All values but ``pollers``, ``departed_models`` and ``kv_stream`` are
+    envelopes.
     """
 
     def __init__(self, pool: str) -> None:
@@ -79,9 +79,8 @@ def connect(redis: RedisSettings | str, pool: str) -> Redis:
     a retry reaches the new primary.
 
     The client never retries a command, because only the caller knows if the value is still the
-    newest. The client waits without limit: put ``in_time()`` around each answer. (Its
-    ``socket_timeout`` can lose a task's cancellation, as ``asyncio.wait_for`` does before Python
-    3.12.)
+    newest. The client waits without limit: put ``in_time()`` around each answer. (A
+    ``socket_timeout`` can lose a cancellation, as ``asyncio.wait_for`` does before Python 3.12.)
 
     ``redis``: the settings, or the URL of one server.
     """
@@ -110,8 +109,7 @@ def reconnecting() -> Backoff:
 
 
 async def in_time(answer: Awaitable[T], wait_s: float = 0.0) -> T:
-    """Waits for Redis's answer; raises redis.exceptions.TimeoutError after ``TIMEOUT_S`` plus
-    ``wait_s``."""
+    """Waits for Redis's answer; raises Redis's TimeoutError after ``wait_s`` + ``TIMEOUT_S``."""
     try:
         async with asyncio.timeout(wait_s + TIMEOUT_S):
             return await answer

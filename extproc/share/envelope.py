@@ -49,8 +49,7 @@ class EnvelopeKind(Generic[B]):
 class Skips:
     """Opens envelopes, and counts the parts that this version of the program cannot read.
 
-    ``count`` is called with a reason (``garbage``, ``unknown_tag`` or ``unknown_field``) and a
-    number.
+    ``count``: receives reason (``garbage``, ``unknown_tag`` or ``unknown_field``) and number.
     """
 
     def __init__(self, count: Callable[[str, int], None] = lambda _reason, _number: None) -> None:
@@ -59,8 +58,7 @@ class Skips:
         self._warned_of_version = False
 
     def open(self, source: str, data: Any, *kinds: EnvelopeKind[Any]) -> Any:
-        """Returns the body of an envelope, or None if its kind is not in ``kinds`` or the envelope
-        cannot be read.
+        """Returns the body of an envelope; None if the envelope is unreadable or of no such kind.
 
         ``source``: the key or channel, for the log.
         """

@@ -92,8 +92,7 @@ async def ask_cluster(key: str, connection: Connection, node: Node) -> Node:
 async def _resolve(host: str) -> None:
     """Looks up a name before the connection does, so that an unknown name fails here.
 
-    If a time limit ended the connection's own lookup, uvloop would later log the lookup's failure,
-    which nobody awaits any more.
+    If a time limit ended the connection's own lookup, uvloop would later log an unawaited failure.
     """
     if not is_ip(host):
         try:
@@ -103,9 +102,9 @@ async def _resolve(host: str) -> None:
 
 
 class TlsConnection(SSLConnection):
-    """Connection over TLS. Equal options share a context, because a new context takes 20 ms of the
-    event loop. Unlike redis-py, makes a new context if a file has changed, and keeps the last one
-    if the file cannot be used."""
+    """Connection over TLS. Equal options share a context, which takes 20 ms of the event loop to
+    make. A changed file makes a new context, unlike in redis-py; an unusable file keeps the last.
+    """
 
     def _connection_arguments(self) -> Mapping[str, Any]:
         tls = self.ssl_context

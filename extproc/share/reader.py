@@ -117,8 +117,7 @@ async def _next_message(pubsub: PubSub) -> Any:
     """Waits for a message. If none arrives for ``TIMEOUT_S``, makes Redis send a message of the
     type ``unsubscribe``, to detect a dead connection.
 
-    PING does not suit: a Redis that cannot save its data refuses PING, and the reader would
-    reconnect without end.
+    PING does not suit: a Redis that cannot save its data would refuse each PING.
     """
     # get_message reconnects without a time limit.
     message = await in_time(pubsub.get_message(timeout=TIMEOUT_S), TIMEOUT_S)

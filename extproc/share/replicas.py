@@ -1,7 +1,6 @@
 """Replica states in Redis: pollers write them, and every router reads each change.
 
-A state is a value, not an event: only the last state counts, and a lost state does no harm once the
-next arrives.
+A state is a value, not an event: only the last one counts, and the next state makes up for a loss.
 
 A state with LoRA adapters refers to the lists of its models and adapters by a hash: with 500 names
 in every state, each router would receive 8 MB/s. Redis stores each list once, for longer than the
@@ -141,8 +140,8 @@ class StateReader(ChannelReader[Change]):
     """Yields a snapshot of the replica states and then their changes; logs outages of Redis.
 
     After an outage, the reader yields a new snapshot. Redis does not push the expiry of a state;
-    the next snapshot lacks the state. States that were pushed while a snapshot was read may follow
-    newer states of the snapshot.
+    the next snapshot lacks the state. Pushes of the time of a snapshot may follow newer states in
+    the snapshot.
     """
 
     def __init__(self, redis: Redis, pool: str, skips: Skips | None = None) -> None:
