@@ -107,8 +107,7 @@ class KvBlocks:
         ``backs_off``: routers received the last update, but Redis did not store it. Whole updates
         are then ``_REFUSED_S`` apart; changes are still sent in between.
         """
-        self._resends = True  # a whole update is due: a router or Redis may have missed changes
-        self._resend_s = _REFUSED_S if backs_off else _RESEND_S
+        self._resend_s = _REFUSED_S if backs_off else _RESEND_S  # inf: none is scheduled
 
     def apply(self, event: Event) -> None:
         """Applies the next event.
@@ -137,7 +136,7 @@ class KvBlocks:
         since = self._clock() - self._whole_at
         if not self.complete:
             return None
-        resend = self._resends and since >= self._resend_s
+        resend = since >= self._resend_s
         refresh = since > _WHOLE_EVERY_S or self._sent_keys > max(len(self._keys), _FEW)
         if not (self._changes or resend or refresh):
             return None
@@ -150,8 +149,8 @@ class KvBlocks:
         if not (resend or refresh):
             return changes, None
         whole = self._update(0, [*self._keys.values()], [])
-        update = whole if self._resends else changes
-        self._resends, self._sent_keys, self._whole_at = False, 0, self._clock()
+        update = whole if self._resend_s < math.inf else changes
+        self._resend_s, self._sent_keys, self._whole_at = math.inf, 0, self._clock()
         return update, whole
 
     def _update(self, previous: int, stored: list[int], removed: list[int]) -> BlockUpdate:

@@ -58,7 +58,7 @@ class KvStream:
         self._blocks = blocks
         self._into = into
         self._replica = target.id
-        self._last: Mark | None = None  # ``_BEFORE_ALL``: no batch yet; None: not checked yet
+        self._last = _BEFORE_ALL  # last batch whose events were applied
         self._saved: Mark | None = None
         self._saved_at = -math.inf
         self._is_checked = False  # the last check found no batch missing
@@ -88,7 +88,8 @@ class KvStream:
         """Follows the events until cancelled; returns at once if the replica has no ports."""
         if not self._push_url:
             return
-        self._last = self._blocks.restore(await self._into.load_blocks(self._replica))
+        saved = await self._into.load_blocks(self._replica)
+        self._last = self._blocks.restore(saved) or _BEFORE_ALL
         while True:
             try:
                 with self._socket(zmq.SUB, self._push_url, _MOST_PENDING) as pushed:
@@ -102,7 +103,7 @@ class KvStream:
             except zmq.ZMQError as error:  # for instance, too many open files
                 self._note(f"{error}")
             except Exception as error:  # must not end the polls of other replicas
-                self._last = None
+                self._last = _BEFORE_ALL
                 self._give_up(f"{type(error).__name__}: {error}"[:_LONGEST_REASON])
                 self._note(self._loss, error)
             await asyncio.sleep(CHECK_S)
@@ -126,7 +127,7 @@ class KvStream:
     async def _save(self) -> None:
         since = monotonic() - self._saved_at
         due = since > (_SAVE_AGAIN_S if self._last == self._saved else SAVE_S)
-        if due and self._last is not None and self.number is not None:
+        if due and self.number is not None:
             dump = partial(self._blocks.dump, self._last)
             if await self._into.save_blocks(self._replica, dump):
                 self._saved, self._saved_at = self._last, monotonic()
@@ -134,11 +135,11 @@ class KvStream:
     async def _catch_up(self) -> bool:
         """Applies a replay from the last applied batch on; returns False if the caller has to call
         again. Raises zmq.Again without an answer within ``_ANSWER_S``."""
-        last = self._last or _BEFORE_ALL
+        last = self._last
         async with aclosing(self._replayed(max(last.number, 0))) as batches:
             first = await anext(batches)
             if last != _BEFORE_ALL and first.mark != last:  # another process
-                self._last = None
+                self._last = _BEFORE_ALL
                 self._blocks.reset(complete=False)
                 return False
             if last == _BEFORE_ALL:
@@ -157,14 +158,12 @@ class KvStream:
         """Starts anew from the first message of a replay: its oldest batch, or its end."""
         if first.number > 0:
             self._give_up("its oldest events are lost: raise buffer_steps of its KV events")
-        elif self._last is None:
+        elif not self._blocks.complete:
             self._blocks.reset(complete=True)
         self._apply(first)
 
     def _receive(self, batch: "_Batch") -> bool:
         """Applies the batch if it is the next; returns False if an earlier batch is missing."""
-        if self._last is None:
-            return False
         following = self._last.number + 1
         if batch.number == following:
             self._apply(batch)
