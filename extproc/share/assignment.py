@@ -5,7 +5,7 @@ that list a replica, the poller with the highest hash of (poller, replica) gets 
 poller starts or stops, only its own replicas move.
 """
 
-from collections.abc import Collection, Set
+from collections.abc import Collection
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import inf
@@ -113,8 +113,7 @@ class Assigner:
         began, began_lapsed = self._clock(), self.lapsed
         lapsed = redis_was_emptied = False
         try:
-            was_known, names = await self._write(Heartbeat((*replicas,), (*problems,)))
-            others = await self._read(names)
+            was_known, others = await self._exchange(Heartbeat((*replicas,), (*problems,)))
         except (RedisError, OSError) as error:
             self.outage.failed(error)
             ended = self._clock()
@@ -156,9 +155,9 @@ class Assigner:
         mine = _weight(self._poller, replica)
         return all(mine > _weight(name, replica) for name in rivals)
 
-    async def _write(self, heartbeat: Heartbeat) -> tuple[bool, set[str]]:
+    async def _exchange(self, heartbeat: Heartbeat) -> tuple[bool, dict[str, frozenset[str]]]:
         """Writes the heartbeat. Returns two results: True if Redis still had the last heartbeat;
-        and the names of the other pollers, living or dead.
+        and the replicas that each other living poller lists.
 
         A full Redis refuses a new poller, but prolongs the last heartbeat of a known poller.
         """
@@ -169,22 +168,16 @@ class Assigner:
             pipe.sadd(self._keys.pollers, self._poller)
             pipe.pexpire(self._keys.pollers, life_ms)
             pipe.smembers(self._keys.pollers)
-            was_known, *refused, names = await in_time(pipe.execute(raise_on_error=False))
-        for error in (was_known, names, *(() if was_known else refused)):
+            was_known, *refused, found = await in_time(pipe.execute(raise_on_error=False))
+        for error in (was_known, found, *(() if was_known else refused)):
             if isinstance(error, RedisError):
                 raise error
-        return bool(was_known), {*map(str_if_bytes, names)} - {self._poller}
-
-    async def _read(self, names: Set[str]) -> dict[str, frozenset[str]]:
-        """Returns the replica list of each named poller that is alive."""
+        names = {*map(str_if_bytes, found)} - {self._poller}
         beats = await _heartbeats(self._redis, self._keys, names, self._skips)
         if dead := names - beats.keys():
             await in_time(self._redis.srem(self._keys.pollers, *dead))
-        return {
-            name: frozenset(beat.replicas)
-            for name, beat in beats.items()
-            if beat and not beat.stopped
-        }
+        alive = {name: beat for name, beat in beats.items() if beat and not beat.stopped}
+        return bool(was_known), {name: frozenset(beat.replicas) for name, beat in alive.items()}
 
 
 def _weight(poller: str, replica: str) -> bytes:

@@ -159,9 +159,9 @@ async def test_pause_during_a_heartbeat_does_not_renew_it(
     clock = ManualClock()
     a, b = AssignedPoller(redis_client, "a", clock=clock), AssignedPoller(redis_client, "b")
     await a.beat()
-    send = a.assigner._write
+    send = a.assigner._exchange
 
-    async def pause(beat: Heartbeat) -> tuple[bool, set[str]]:
+    async def pause(beat: Heartbeat) -> tuple[bool, dict[str, frozenset[str]]]:
         answer = await send(beat)
         clock.advance(LIFE_S + 1)
         if not answered:
@@ -169,7 +169,7 @@ async def test_pause_during_a_heartbeat_does_not_renew_it(
         return answer
 
     with monkeypatch.context() as patched:
-        patched.setattr(a.assigner, "_write", pause)
+        patched.setattr(a.assigner, "_exchange", pause)
         await a.beat()
     assert a.assigner.lapsed
     await redis_client.delete(Keys(POOL).poller + "a")
