@@ -16,7 +16,7 @@ from typing import Any
 
 from betterproto2 import Message
 from envoy_data_plane.google.protobuf import Any as AnyMessage
-from envoy_data_plane.google.protobuf import Duration
+from envoy_data_plane.google.protobuf import Duration, Struct
 from envoy_data_plane.message_pool import default_message_pool
 from pydantic import ValidationError
 
@@ -147,6 +147,8 @@ class Tree:
             return self._read_any(value, path)
         if cls is Duration and not isinstance(value, str):
             return self._report(path, f"must be a duration, such as 1s, not {value!r}")
+        if cls is Struct and not isinstance(value, Mapping):
+            return self._report(path, f"must hold keys and values, not {value!r}")
         if _is_plain(cls):
             return self._convert(lambda: _unwrapped(cls.from_dict(value)), path)
         if not isinstance(value, Mapping):

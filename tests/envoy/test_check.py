@@ -729,6 +729,8 @@ MISSPELT: list[tuple[str, str, Breakage]] = [
      lambda b: b.replicas.update(circuit_breakers=3)),
     ("static_resources.clusters[1].health_checks", "must hold a list",
      lambda b: b.replicas.update(health_checks={"timeout": "1s"})),
+    ("clusters[1].metadata.filter_metadata.envoy.lb", "must hold keys and values, not 'canary'",
+     lambda b: b.replicas.update(metadata={"filter_metadata": {"envoy.lb": "canary"}})),
     ("load_balancing_policy.policies[0]", "null",
      lambda b: b.replicas.update(load_balancing_policy={"policies": [None]})),
     ("static_resources.clusters[2]", "null", lambda b: b.clusters.append(None)),
