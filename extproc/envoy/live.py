@@ -22,7 +22,7 @@ from extproc.poll.metrics_text import PageFigures, ScrapeError
 from extproc.poll.models import read_models
 from extproc.poll.scrape import open_session, scrape
 from extproc.replica_state import STALE_AFTER_S
-from extproc.share.assignment import known_pollers
+from extproc.share.assignment import Heartbeat, known_pollers
 from extproc.share.connection import Keys, address, connect, in_time
 from extproc.share.envelope import Skips, sealed_list
 from extproc.share.reader import keys_after
@@ -38,6 +38,7 @@ _REFUSES = (
 )
 _STORES_NOTHING = "stores nothing: {}. Read its log, or give it more memory (maxmemory)"
 _UNROUTED = "Envoy's fallback policy serves all requests"
+_THERE = "run this command on the machine of a poller"
 _DELETE = "return redis.call('DEL', KEYS[1])"
 _AT_ONCE = 50  # replicas of a pool; more would make the command itself too slow to time a scrape
 
@@ -92,27 +93,25 @@ async def check_live(config: Config, envoy_admin: str | None) -> list[Finding]:
 
 async def _check_pool(config: Config, replicas: dict[str, str], served: set[str]) -> list[Finding]:
     """Check a pool; add its replicas (``ip:port`` → name) to ``replicas``, models to ``served``."""
-    found, snapshot = (
+    found, snapshot, pollers = (
         await _check_redis(config)
         if config.state == "redis"
-        else (await _check_lone_router(config), None)
+        else (await _check_lone_router(config), None, [])
     )
     names = {state.id: state.name for state in snapshot.states} if snapshot else {}
     discovery = Discovery(config.replicas, config.replicas_file, RESOLVE_S)
     names |= {target.id: target.name for target in await discovery.targets()}
     unread = discovery.problems()
     discovery.stop()
-    found += [
-        Finding(
-            "replicas",
-            Level.ERROR,
-            f"replica {source}",
-            f"has no address ({problem}): none of its replicas is polled. Correct its name, or "
-            "what resolves it",
-        )
-        for source, problem in unread.items()
-        if source != str(config.replicas_file)  # which ``check_replicas`` reports
-    ]
+    unread.pop(str(config.replicas_file), "")  # which ``check_replicas`` reports
+    reported = [text for poller in pollers for text in poller.problems]
+    for source, problem in unread.items():
+        level = Level.ERROR
+        fate = ": none of its replicas is polled. Correct its name, or what resolves it"
+        if pollers and not any(text.startswith(f"{source}: ") for text in reported):
+            level, fate = Level.WARNING, f", but pollers report no problem with it: {_THERE}"
+        text = f"has no address ({problem}){fate}"
+        found.append(Finding("replicas", level, f"replica {source}", text))
     if not names:
         text = (
             "no replica is known: requests wait for one, or Envoy's fallback policy serves them. "
@@ -162,9 +161,11 @@ async def _check_lone_router(config: Config) -> list[Finding]:
     return [Finding("router", level, f"router {config.serve.admin}", text)]
 
 
-async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
-    """Check a pool's Redis and read the states of the pool's replicas; None if Redis fails, or if
-    no poller is alive and all states have expired."""
+async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None, list[Heartbeat]]:
+    """Check a pool's Redis, and read the states of its replicas and the heartbeats of its pollers.
+
+    The snapshot is None if Redis fails, or if no poller is alive and all states have expired.
+    """
     async with connect(config.redis, config.pool) as redis:
         finding = partial(Finding, "redis", where=f"redis {address(redis)}")
         try:
@@ -179,7 +180,8 @@ async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
             text = _REFUSES if isinstance(error, ResponseError) else _UNREACHABLE
             if isinstance(error, OutOfMemoryError) or "MISCONF" in str(error):
                 text = _STORES_NOTHING
-            return [finding(level=Level.ERROR, text=text.format(str(error).rstrip(".")))], None
+            text = text.format(str(error).rstrip("."))
+            return [finding(level=Level.ERROR, text=text)], None, []
     text = (
         f"answers in {took_s * 1e3:.1f} ms; pool {config.pool}: {len(routers)} routers and "
         f"{len(pollers)} pollers alive, {len(snapshot.states)} replicas"
@@ -195,7 +197,7 @@ async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
         )
         found.append(finding(level=Level.ERROR, text=text))
     # Without pollers, states expire, and running routers go on with the last ones.
-    return found, snapshot if pollers or snapshot.states else None
+    return found, snapshot if pollers or snapshot.states else None, [*pollers.values()]
 
 
 async def _use_rights(redis: Redis, keys: Keys) -> None:
@@ -225,7 +227,7 @@ async def _check_replica(
             text = f"{error}: it gets no requests. Start it, or correct its address (replicas)"
             return [(Level.ERROR, text)]
         served.update(*(state.models for state in snapshot.states if state.id == id_))
-        text = f"{error}. Pollers reach it: run this command on the machine of a poller"
+        text = f"{error}. Pollers reach it: {_THERE}"
         return [(Level.WARNING, text)]
     took_s = monotonic() - began
     problems = [*_check_figures(figures), *reported]

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from extproc.config import Config
 from extproc.envoy import live, live_envoy
+from extproc.ground.clock import monotonic
 from extproc.lab.harness.envoy_config import Bootstrap, socket_address
 from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.stack import FLEET, SimulatedReplica
@@ -310,6 +311,27 @@ async def test_service_that_cannot_be_read_is_an_error_with_the_reason(check: Ch
     text = "\n".join(bad(await check(settings, status=1)))
     reason = r"\(.+: give the pod a service account.+\)"
     assert re.search(rf"replica Service vllm, port 8000: has no address {reason}: ", text)
+
+
+@pytest.mark.parametrize(("problem", "status"), [("", 0), ("refused", 1)])
+async def test_source_that_pollers_read_is_only_a_warning(
+    redis_server: RedisServer, check: Check, problem: str, status: int
+) -> None:
+    source = "Service vllm, port 8000"
+    problems = [f"{source}: {problem}"] if problem else []
+    async with serving() as replica:
+        state = ReplicaState(id=replica.id, models=("tiny",), life_s=60.0)
+        async with connect(redis_server.url, "default") as redis:
+            await StateWriter(redis, "default", state.life_s).put([state])
+            poller = assignment.Assigner(redis, "default", "host:1:0a", monotonic)
+            await poller.beat([replica.id], problems)
+        await add_router(redis_server)
+        settings = config(redis_server).model_dump(mode="json", exclude_unset=True)
+        settings["replicas"] = [{"kubernetes": {"service": "vllm", "port": 8000}}]
+        (line,) = bad(await check(Config.model_validate(settings), status=status))
+    level = "error   " if problem else "warning "
+    assert line.startswith(f"{level} replica {source}: has no address")
+    assert line.endswith("on the machine of a poller") == (not problem)
 
 
 class WatchingStack(EdsStack):
