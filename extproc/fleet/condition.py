@@ -4,9 +4,15 @@ from dataclasses import dataclass, field
 from math import inf
 
 from extproc.fleet.ejection import Ejection
-from extproc.fleet.exclusion_reasons import AT_FIRST, FULL_S, HUNG_S, STUCK_S, TRIAL_S
 from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
+HUNG_S = 1.0  # time without any answer after which requests go elsewhere
+STUCK_S = 10.0  # time in which nothing moves in an engine with work: longer than any step
+TRIAL_S = 5.0  # time between two trials of a replica that is stalled or not healthy
+FULL_S = 1.0  # time for which an engine that steps and answers 503 counts as full
+AT_FIRST = 4
+"""Requests that a new replica may have in flight: enough to measure its speed within seconds, and
+few enough to be harmless if it is ten times slower than its profile says."""
 _FROZEN_S = 2.0  # frozen gauges stand still this long, both before and after they prove wrong
 _ANSWER_TRAVEL_S = 1.0  # time for which an answer may be on its way
 _STALE = f"no update for {STALE_AFTER_S:.0f} s, while other replicas had updates"

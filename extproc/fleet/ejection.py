@@ -35,6 +35,11 @@ class Ejection:
         """Returns True if the replica is ejected at this time."""
         return now < self.until
 
+    def excludes(self, now: float, response_visible: bool) -> bool:
+        """Returns True if the replica gets no request now: without a visible response, a request
+        cannot be a trial."""
+        return self.active(now) if response_visible else self.pending
+
     def counts(self, now: float) -> bool:
         """Returns True if a failure at this time counts. During an ejection, only the failure
         of a trial counts."""

@@ -3,18 +3,19 @@
 Envoy calls the mechanisms health checks, outlier detection, panic threshold and slow start.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 
 import numpy as np
 
-from extproc.fleet import exclusion_reasons as reasons
-from extproc.fleet.condition import Condition, is_hung
-from extproc.fleet.ejection import LONGEST_EJECTION_S, TOLERATED, Ejection
+from extproc.fleet.condition import FULL_S, TRIAL_S, Condition, is_hung
+from extproc.fleet.digest import REQUESTS
+from extproc.fleet.ejection import LONGEST_EJECTION_S, Ejection
+from extproc.fleet.exclusion_reasons import REASONS, STALLED, UNHEALTHY, Search
 from extproc.fleet.members import ModelNames, Staleness
+from extproc.fleet.tables import Replicas
 from extproc.ground.clock import Clock
-from extproc.predict.inputs import Candidates, Excluded, FleetView, without
+from extproc.predict.inputs import Candidates, Excluded
 from extproc.predict.step import profile_or_default
 from extproc.replica_state import STALE_AFTER_S, ReplicaState
 
@@ -24,10 +25,8 @@ _SUSPECT_S = 2 * LONGEST_EJECTION_S  # longer than the time to a failing replica
 _REMEMBERED_ROWS, _FURTHER = 200_000, 20
 """Rows of all remembered candidates, and rows as which the remembered candidates of a model count
 beside their own: 10 MB."""
-_FULL = "its engine answered that it is full"
-_FAILING = f"ejected: {TOLERATED} or more consecutive requests failed"
 
-_Rule = Callable[[Condition], str]  # text of the exclusion, for people; empty: none
+_Texts = tuple[tuple[str, str], ...]  # excluded members, each with the reason for people
 
 
 class Eligibility:
@@ -38,7 +37,9 @@ class Eligibility:
     such a reason is skipped if no replica would be left.
     """
 
-    def __init__(self, clock: Clock, names: ModelNames, rows: Mapping[str, int]) -> None:
+    def __init__(
+        self, clock: Clock, names: ModelNames, rows: Mapping[str, int], replicas: Replicas
+    ) -> None:
         self.staleness = Staleness(clock())
         self._any_stalled = False
         self._new: list[Condition] = []  # members in slow start
@@ -47,37 +48,36 @@ class Eligibility:
         self._clock = clock
         self._names = names
         self._rows = rows
+        self._replicas = replicas
         self.conditions: dict[str, Condition] = {}  # of each member
         self._failed_at = -inf  # last failure of any replica
         self._stalls_checked_at = clock()
         self._changed = False
         self._next_end = inf  # end of the next exclusion that lasts a fixed time
-        self._candidates: dict[tuple[str, frozenset[str] | None, bool], Candidates] = {}
+        self._candidates: dict[tuple[str, frozenset[str] | None, bool, _Texts], Candidates] = {}
 
     # -- events -----------------------------------------------------------------------------
 
-    def polled(self, state: ReplicaState, age: float, idle: bool, prefilled_sent_at: float) -> bool:
-        """Stores the state from a poll; returns True if its gauges are frozen.
-
-        Args:
-            state: the polled state.
-            age: seconds since the poll.
-            idle: no router is known to have a request on the replica.
-            prefilled_sent_at: time at which this router sent the latest request whose prompt is
-                certainly prefilled. Response headers and errors alone do not prove a prefill.
-        """
-        now = self._clock()
+    def polled(self, state: ReplicaState, age: float) -> bool:
+        """Stores the state from a poll ``age`` seconds ago; returns True if its gauges are
+        frozen."""
+        now, table, row = self._clock(), self._replicas, self._rows[state.id]
         self.staleness.updated(state.id, now)
         member = self.conditions.get(state.id)
         if member is None:
             member = self.conditions[state.id] = Condition(state, now - age, moved_at=now)
             self._changed = True
         else:
+            idle = not table.requests.item(row) + table.peers.item(REQUESTS, row)
+            prefilled_sent_at = table.prefilled_sent_at.item(row)
             self._changed |= member.polled(state, age, now, idle, prefilled_sent_at)
         self._set_new(member)
         if now - self._stalls_checked_at >= _STALL_CHECK_S:
             self._stalls_checked_at = now
-            self._check_stalls(now)
+            stale = set(self.staleness.stale(STALE_AFTER_S))
+            for name, each in self.conditions.items():
+                self._changed |= each.check_stall(name in stale, now)
+            self._any_stalled = any(each.stalled for each in self.conditions.values())
         return member.frozen
 
     def sent(self, replica: str, response_visible: bool = True) -> None:
@@ -85,7 +85,7 @@ class Eligibility:
         response is visible."""
         now, member = self._clock(), self.conditions[replica]
         if member.stalled or not member.state.healthy:
-            member.trial_at, self._changed = now + reasons.TRIAL_S, True
+            member.trial_at, self._changed = now + TRIAL_S, True
         if response_visible and member.ejection.pending and not member.ejection.active(now):
             member.ejection.begin_trial(now)
             self._changed = True
@@ -109,12 +109,14 @@ class Eligibility:
             return 0.0
         if unavailable and member.steps(now):
             self._changed |= now >= member.full_until
-            member.full_until = now + reasons.FULL_S
+            member.full_until = now + FULL_S
             return 0.0
-        if unavailable and now - member.ejection.failed_at < reasons.FULL_S:
+        if unavailable and now - member.ejection.failed_at < FULL_S:
             return 0.0
         self._failed_at = now
-        seconds = member.ejection.failed(now, self._may_eject())
+        ejected = sum(other.ejection.pending for other in self.conditions.values())
+        most = max(len(self.conditions) * _MAX_EJECTED, 1.0)
+        seconds = member.ejection.failed(now, may_eject=ejected + 1 <= most)
         self._changed |= seconds > 0.0
         return seconds
 
@@ -161,12 +163,20 @@ class Eligibility:
     # -- queries ----------------------------------------------------------------------------
 
     def candidates(
-        self, model: str, among: frozenset[str] | None = None, response_visible: bool = True
+        self,
+        model: str,
+        among: frozenset[str] | None = None,
+        response_visible: bool = True,
+        slow_start: bool = False,
     ) -> Candidates:
         """Returns the members that may serve a request for a model, and why the others may not.
 
-        ``among``: members to choose from; None: all. ``response_visible``: Envoy forwards the
-        response to the router, so that the request may be a trial.
+        Args:
+            model: name in the request.
+            among: members to choose from; None: all.
+            response_visible: Envoy forwards the response to the router, so that the request may be
+                a trial.
+            slow_start: leave out new members that have as many requests as slow start allows.
         """
         now = self._clock()
         if self._changed or now >= self._next_end:
@@ -175,31 +185,13 @@ class Eligibility:
             self._new = [member for member in self.conditions.values() if member.new]
             ends = (end for member in self.conditions.values() for end in member.ends())
             self._next_end = min((end for end in ends if end > now), default=inf)
-        key = model, among, response_visible
+        key = model, among, response_visible, self._at_limit() if slow_start and self._new else ()
         found = self._candidates.get(key)
         if found is None:
             if len(self._candidates) * (len(self.conditions) + _FURTHER) >= _REMEMBERED_ROWS:
                 self._candidates.clear()
             found = self._candidates[key] = self._choose(*key)
         return found
-
-    def without_full(self, view: FleetView) -> Candidates | None:
-        """Returns the candidates without new members that already have as many requests as slow
-        start allows; None: there are no such members, or no candidate would be left."""
-        if not self._new:
-            return None
-        rows = [self._rows[member.state.id] for member in self._new]
-        places = zip(view.rows.searchsorted(rows).tolist(), rows, self._new, strict=True)
-        full = {
-            at: why
-            for at, row, member in places
-            if at < len(view)
-            and view.rows.item(at) == row
-            and (why := member.slow_start(view.requests.item(at)))
-        }
-        if not 0 < len(full) < len(view):
-            return None
-        return without(view.candidates, (*full.items(),))
 
     def on_trial(self, candidates: Sequence[str]) -> list[bool]:
         """Returns for each candidate whether it is stalled and due for a trial. The list is empty
@@ -211,21 +203,19 @@ class Eligibility:
 
     def all_members(self) -> Candidates:
         """Returns all members as candidates; ``excluded`` also lists those that get no requests."""
-        ids, found = sorted(self._rows, key=self._rows.__getitem__), self.exclusions()
-        states = ((self.conditions[name].state, found[name][1]) for name in ids if name in found)
-        excluded = tuple(Excluded(state.id, state.name or state.id, why) for state, why in states)
-        return replace(self._of(ids, [""] * len(ids)), excluded=excluded)
+        return self._of(self._rows, {name: why for name, (_, why) in self.exclusions().items()})
 
     def exclusions(self) -> dict[str, tuple[str, str]]:
         """Returns the members that get no requests, whatever the model: for each, the name of the
         first reason and a text for people. The name is ``stalled`` instead of ``unhealthy`` if the
         member hangs or its machine is gone, but not if it refuses connections."""
         found = dict[str, tuple[str, str]]()
-        for reason, rule in self._rules("", False, response_visible=True, trials=False):
+        search = Search(self._clock(), trials=False)
+        for reason in REASONS:
             left = [member for name, member in self.conditions.items() if name not in found]
-            texts = [(member.state, text) for member in left if (text := rule(member))]
+            texts = [(member.state, why) for member in left if (why := reason.why(member, search))]
             if len(texts) <= reason.most * len(left):
-                silent = reasons.STALLED if reason is reasons.UNHEALTHY else reason
+                silent = STALLED if reason is UNHEALTHY else reason
                 found |= {
                     state.id: ((silent if is_hung(state) else reason).name, text)
                     for state, text in texts
@@ -279,91 +269,67 @@ class Eligibility:
 
     # -- the rules --------------------------------------------------------------------------
 
+    def _at_limit(self) -> _Texts:
+        """Returns the new members that have as many requests as slow start allows."""
+        rows, requests = self._rows, self._replicas.all_requests
+        texts = {
+            each.state.id: each.slow_start(requests(rows[each.state.id])) for each in self._new
+        }
+        return tuple((name, why) for name, why in texts.items() if why)
+
     def _choose(
-        self, model: str, among: frozenset[str] | None, response_visible: bool
+        self, model: str, among: frozenset[str] | None, response_visible: bool, at_limit: _Texts
     ) -> Candidates:
         members = self._rows if among is None else self._rows.keys() & among
-        usable, excluded = [self.conditions[name] for name in members], dict[str, str]()
-        serving = [self._serves(model, member) for member in self.conditions.values()]
-        for reason, rule in self._rules(model, any(serving), response_visible):
-            rejected = {member.state.id: why for member in usable if (why := rule(member))}
+        found = usable = [self.conditions[name] for name in members]
+        excluded = dict[str, str]()
+        others = {name for name, each in self.conditions.items() if not self._serves(model, each)}
+        if len(others) == len(self.conditions):
+            others = set()  # the model may be missing from the lists
+        search = Search(self._clock(), model, others, dict(at_limit), response_visible)
+        for reason in REASONS:
+            rejected = {each.state.id: why for each in usable if (why := reason.why(each, search))}
             if reason.may_exclude(len(rejected), len(usable)):
                 excluded |= rejected
                 usable = [member for member in usable if member.state.id not in rejected]
-        if not usable and (trials := self._trials(members, model)):
-            del excluded[min(trials, key=lambda member: member.trial_at).state.id]
-        ids = sorted(members, key=self._rows.__getitem__)
-        return replace(
-            self._of(ids, [excluded.get(name, "") for name in ids], model),
-            only_some=any(serving) and not all(serving),
-            everywhere=frozenset(self._names.served(model)).intersection(
-                *(member.models for member in self.conditions.values())
-            ),
-        )
+        if not usable:
+            served = [each for each in found if self._serves(model, each)]
+            if due := [each for each in served if each.may_be_tried(search.now)]:
+                usable = [min(due, key=lambda member: member.trial_at)]
+                del excluded[usable[0].state.id]
+        listed = (member.models for member in self.conditions.values())
+        everywhere = frozenset(self._names.served(model)).intersection(*listed)
+        ids = [member.state.id for member in usable]
+        return self._of(ids, excluded, model, bool(others), everywhere)
 
-    def _trials(self, members: Iterable[str], model: str) -> list[Condition]:
-        """Returns the unhealthy members that may get a request as a trial, for pools without a
-        usable member."""
-        now = self._clock()
-        return [
-            member
-            for name in members
-            if (member := self.conditions[name]).may_be_tried(now) and self._serves(model, member)
-        ]
-
-    def _of(self, ids: Iterable[str], texts: Iterable[str], model: str = "") -> Candidates:
-        found = [(self.conditions[name].state, why) for name, why in zip(ids, texts, strict=True)]
-        usable = [state for state, why in found if not why]
-        ids = [state.id for state in usable]
+    def _of(
+        self,
+        usable: Iterable[str],
+        excluded: Mapping[str, str],
+        model: str = "",
+        only_some: bool = False,
+        everywhere: frozenset[str] = frozenset(),
+    ) -> Candidates:
+        row_of, conditions = self._rows.__getitem__, self.conditions
+        ids = sorted(usable, key=row_of)
+        states = [conditions[name].state for name in ids]
         adapters = [self.adapter(name, model) for name in ids] if model else []
+        without = [conditions[name].state for name in sorted(excluded, key=row_of)]
         return Candidates(
-            np.array([self._rows[name] for name in ids], dtype=np.intp),
+            np.array([row_of(name) for name in ids], dtype=np.intp),
             ids,
-            [state.name or state.id for state in usable],
-            [profile_or_default(state.profile).name for state in usable],
-            [self._names.named(model, self.conditions[name].models) for name in ids],
+            [state.name or state.id for state in states],
+            [profile_or_default(state.profile).name for state in states],
+            [self._names.named(model, conditions[name].models) for name in ids],
             adapters if any(adapters) else (),
-            tuple(Excluded(state.id, state.name or state.id, why) for state, why in found if why),
-        )
-
-    def _rules(
-        self, model: str, listed: bool, response_visible: bool, trials: bool = True
-    ) -> tuple[tuple[reasons.Reason, _Rule], ...]:
-        """Returns the rules of all reasons except NEW, in their order. With ``listed``, OTHER_MODEL
-        may exclude all members."""
-        now, other = self._clock(), replace(reasons.OTHER_MODEL, covers_all=listed)
-
-        def ejected(member: Condition) -> bool:
-            return member.ejection.active(now) if response_visible else member.ejection.pending
-
-        return (
-            (reasons.UNHEALTHY, lambda member: member.unhealthy(now)),
-            (reasons.ASLEEP, lambda member: "its engine sleeps" if member.state.asleep else ""),
-            (
-                other,
-                lambda member: "" if self._serves(model, member) else f"does not serve {model!r}",
-            ),
-            (reasons.STALLED, lambda member: member.hung_or_stalled(now, trials)),
-            (reasons.FAILING, lambda member: _FAILING if ejected(member) else ""),
-            (reasons.FULL, lambda member: _FULL if now < member.full_until else ""),
-            (reasons.NOT_READY, lambda member: "" if member.state.ready else member.state.problem),
-            # Last: if no other member is left, a draining member serves rather than an ejected one.
-            (reasons.DRAINING, lambda member: "draining" if member.state.draining else ""),
+            tuple(Excluded(each.id, each.name or each.id, excluded[each.id]) for each in without),
+            only_some,
+            everywhere,
         )
 
     def _serves(self, model: str, member: Condition) -> bool:
         """Returns True also for an empty ``model``: the request names none."""
         return not model or self._names.known(model, member.models) is not None
-
-    def _may_eject(self) -> bool:
-        ejected = sum(member.ejection.pending for member in self.conditions.values())
-        return ejected + 1 <= max(len(self.conditions) * _MAX_EJECTED, 1.0)
-
-    def _check_stalls(self, now: float) -> None:
-        stale = set(self.staleness.stale(STALE_AFTER_S))
-        for name, member in self.conditions.items():
-            self._changed |= member.check_stall(name in stale, now)
-        self._any_stalled = any(member.stalled for member in self.conditions.values())
 
     def _set_new(self, member: Condition) -> None:
         """Begins slow start when a new process is first healthy, if another healthy member is

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from extproc.fleet.adapters import AdapterSlots
 from extproc.fleet.announcements import OwnerMap, PromptLog, SentPrompt
-from extproc.fleet.digest import BACKLOG, QUEUED, REQUESTS, Digest
+from extproc.fleet.digest import BACKLOG, QUEUED, Digest
 from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.held_blocks import HeldBlocks
@@ -68,7 +68,7 @@ class Fleet:
         self.lengths = lengths
         self.members = Members(names or ModelNames())
         self._rows = rows = self.members.rows
-        self.eligibility = Eligibility(clock, self.members.names, rows)
+        self.eligibility = Eligibility(clock, self.members.names, rows, replicas)
         self.responses = OwnerMap()
         self.sessions = OwnerMap()
         self.prompt_log = PromptLog()
@@ -101,9 +101,7 @@ class Fleet:
         self.members.relisted(self.members.models_on(state.id), state.models, now)
         row = self._rows[state.id] if state.id in self._rows else self._join(state)
         before = self.members.by_row[row]
-        idle = not self._replicas.requests.item(row) + self._replicas.peers.item(REQUESTS, row)
-        prefilled_sent_at = self._replicas.prefilled_sent_at.item(row)
-        frozen = self.eligibility.polled(state, age, idle, prefilled_sent_at)
+        frozen = self.eligibility.polled(state, age)
         self.blocks.polled(state)
         fell = state.steps < self._replicas.polled_steps[row]
         if state.started_at and before.started_at:
@@ -346,8 +344,7 @@ class Fleet:
         row, table = self._rows.get(replica), self._replicas
         if row is None:
             return inf
-        others = table.external.item(row) + table.peers.item(REQUESTS, row)
-        if table.requests.item(row) + others <= 0.0:
+        if table.all_requests(row) <= 0.0:
             return inf
         queued = table.queued.item(row) + table.peers.item(QUEUED, row)
         taken = table.batch.item(row) + max(queued, table.polled_waiting.item(row))
@@ -372,10 +369,8 @@ class Fleet:
         The other arguments are those of :meth:`Eligibility.candidates`.
         """
         self._update()
-        candidates = self.eligibility.candidates(model, among, response_visible)
+        candidates = self.eligibility.candidates(model, among, response_visible, slow_start=True)
         view = self._view(candidates)
-        if fewer := self.eligibility.without_full(view):
-            view = self._view(fewer)
         if len(view) and most(view.by_priority) > 0.0:
             self._overtake(view, priority)
         self.speeds.favour_untried(view)

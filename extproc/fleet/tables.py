@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from extproc.fleet.digest import FIGURES
+from extproc.fleet.digest import FIGURES, REQUESTS
 from extproc.predict.inputs import Columns, Floats, Indices
 from extproc.replica_state import STALE_AFTER_S
 
@@ -133,6 +133,11 @@ class Replicas(Columns, Table):
     def unattributed_figures(self) -> Floats:
         """View of the three unattributed columns as one array."""
         return self._floats[-3:, : self._length]
+
+    def all_requests(self, row: int) -> float:
+        """Returns the requests on a replica, of all routers and of other senders."""
+        of_routers = self.requests.item(row) + self.peers.item(REQUESTS, row)
+        return of_routers + self.external.item(row)
 
     def set_external(self) -> None:
         """Sets the external sequences: the part of the unattributed sequences that two consecutive

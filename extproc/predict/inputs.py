@@ -1,9 +1,8 @@
 """State of the fleet at one moment, as predictions and policies read it."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from msgspec import Struct
@@ -70,20 +69,6 @@ class Candidates:
     def row_set(self) -> frozenset[int]:
         """The rows as a set, which the queued requests share: a thousand rows take 64 kB."""
         return frozenset(self.rows.tolist())
-
-
-_LISTS = "ids", "names", "profiles", "models", "adapters"  # fields of Candidates
-
-
-@lru_cache(maxsize=16)
-def without(found: Candidates, excluded: tuple[tuple[int, str], ...]) -> Candidates:
-    """Returns the other candidates, as the same object for the same arguments. ``excluded``: index
-    of each excluded candidate, and the reason."""
-    others = np.delete(np.arange(len(found.ids)), [at for at, _ in excluded]).tolist()
-    lists: dict[str, Any] = {name: getattr(found, name) for name in _LISTS}
-    lists = {name: [*map(of.__getitem__, others)] for name, of in lists.items() if of}
-    further = (Excluded(found.ids[at], found.names[at], why) for at, why in excluded)
-    return replace(found, rows=found.rows[others], **lists, excluded=(*found.excluded, *further))
 
 
 class Columns:

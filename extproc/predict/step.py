@@ -85,39 +85,32 @@ class HardwareProfile:
         return self.step.slowed(min(max(slower, 1.0 / _MOST_SLOWER), _MOST_SLOWER))
 
 
-def _profile(
-    name: str,
-    c0_ms: float,
-    prefill_us: float,
-    batch_us: float,
-    kv_us: float,
-    kv_tokens: int,
-    limits: tuple[int, int],
-) -> HardwareProfile:
-    step = StepModel(c0_ms / 1e3, prefill_us / 1e6, batch_us / 1e6, kv_us / 1e6)
-    return HardwareProfile(name, step, kv_tokens, *limits)
-
-
 # Default token budget and max_num_seqs of vLLM's API server (`get_batch_defaults` of `EngineArgs`
 # in 0.32): the large ones for GPUs with at least 70 GiB, except the A100.
 _LARGE, _OTHER = (8192, 1024), (2048, 256)
 
-_LISTED = (
-    # Roofline of the GPU with usual efficiency:
-    _profile("llama-8b-h100", 6.5, 38, 20, 0.047, 400_000, _LARGE),
-    _profile("llama-8b-a10", 29, 260, 50, 0.26, 42_000, _OTHER),
-    # Fits to the linear operators of the Vidur simulator's published profiles; the last profile
-    # leaves out the all-reduce:
-    _profile("llama-3-8b-a100", 11, 66, 29, 0.086, 400_000, _OTHER),
-    _profile("llama-2-7b-a100", 11, 64, 29, 0.34, 100_000, _OTHER),
-    _profile("llama-2-7b-h100", 7, 20, 11, 0.21, 100_000, _LARGE),
-    _profile("llama-3-70b-4xa100", 26, 158, 70, 0.054, 300_000, _OTHER),
-    # Fits to whole engines, published with the BLIS simulator:
-    _profile("qwen2.5-7b-h100", 7.1, 19.5, 25, 0.03, 800_000, _LARGE),
-    _profile("llama-3.3-70b-4xh100", 12.6, 76, 67, 0.033, 500_000, _LARGE),
-)
-
-PROFILES: dict[str, HardwareProfile] = {profile.name: profile for profile in _LISTED}
+PROFILES: dict[str, HardwareProfile] = {
+    name: HardwareProfile(
+        name,
+        StepModel(c0_ms / 1e3, prefill_us / 1e6, batch_us / 1e6, kv_us / 1e6),
+        kv_tokens,
+        *limits,
+    )
+    for name, (c0_ms, prefill_us, batch_us, kv_us), kv_tokens, limits in (
+        # Roofline of the GPU with usual efficiency:
+        ("llama-8b-h100", (6.5, 38, 20, 0.047), 400_000, _LARGE),
+        ("llama-8b-a10", (29, 260, 50, 0.26), 42_000, _OTHER),
+        # Fits to the linear operators of the Vidur simulator's published profiles; the last
+        # profile leaves out the all-reduce:
+        ("llama-3-8b-a100", (11, 66, 29, 0.086), 400_000, _OTHER),
+        ("llama-2-7b-a100", (11, 64, 29, 0.34), 100_000, _OTHER),
+        ("llama-2-7b-h100", (7, 20, 11, 0.21), 100_000, _LARGE),
+        ("llama-3-70b-4xa100", (26, 158, 70, 0.054), 300_000, _OTHER),
+        # Fits to whole engines, published with the BLIS simulator:
+        ("qwen2.5-7b-h100", (7.1, 19.5, 25, 0.03), 800_000, _LARGE),
+        ("llama-3.3-70b-4xh100", (12.6, 76, 67, 0.033), 500_000, _LARGE),
+    )
+}
 
 DEFAULT_PROFILE = "llama-3-8b-a100"
 
