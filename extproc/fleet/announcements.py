@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from extproc.request.prefix import NO_PREFIX, Keys, Prefix
+from extproc.request.prefix import Keys, Prefix
 
 MAX_PROMPT_BATCHES = 4096
 """Batches of prompts that Redis stores for routers that start later: at most 100 MB of prompts with
@@ -30,10 +30,6 @@ class SentPrompt(Struct, array_like=True, eq=False):
     whole: int
 
     @property
-    def empties_cache(self) -> bool:
-        return not self.tokens
-
-    @property
     def prefix(self) -> Prefix:
         return Prefix(self.keys, self.unit, self.tokens, self.whole)
 
@@ -52,9 +48,6 @@ class PromptLog:
         self._size += prefix.keys.nbytes
         while len(self._pending) > _MAX_PENDING or self._size > _MAX_PENDING_BYTES:
             self._pop()
-
-    def emptied(self, replica: str) -> None:
-        self.add(replica, NO_PREFIX)
 
     def take(self) -> tuple[SentPrompt, ...]:
         """Removes and returns a batch of the oldest prompts."""

@@ -51,10 +51,11 @@ class Condition:
     ) -> bool:
         """Takes a polled state; returns True if the choice of candidates may change.
 
-        The last two arguments (see :meth:`Eligibility.polled`) reveal frozen figures. Either a
-        prompt was prefilled, but no counter has moved since before the prompt was sent. Or the
-        gauges show requests, but no router knows of any: vLLM up to 0.10.1 leaves its gauges
-        unchanged if all requests are aborted at once (vllm#22545).
+        The last two arguments reveal frozen figures. Either a prompt was prefilled that this router
+        sent at ``prefilled_sent_at``, but no counter has moved since before then; response headers
+        and errors alone do not prove a prefill. Or the gauges show requests, but the replica is
+        ``idle``, because no router knows of any: vLLM up to 0.10.1 leaves its gauges unchanged if
+        all requests are aborted at once (vllm#22545).
         """
         before, self.state, polled_at = self.state, state, now - age
         if is_scraped := state.scraped_at != before.scraped_at:
@@ -103,10 +104,7 @@ class Condition:
         return self.state.problem or "not healthy"
 
     def hung_or_stalled(self, now: float, trials: bool) -> str:
-        """Returns why the replica counts as hung or stalled, or an empty string.
-
-        If ``trials``, a stalled replica that is due for a trial does not count as stalled.
-        """
+        """``trials``: a stalled replica that is due for a trial does not count as stalled."""
         if is_hung(self.state):
             return f"accepts connections, but has answered nothing for {HUNG_S:g} s"
         return "" if trials and now >= self.trial_at else self.stalled

@@ -1,18 +1,18 @@
 """Source of the router's own digests, built from its tables when they are due."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
 
 from extproc.fleet.digest import ALIVE_S, EVERY_S, NOTHING, WHOLE_EVERY_S, Digest, DigestKind
+from extproc.fleet.members import Members
 from extproc.fleet.progress import Progress
+from extproc.fleet.speeds import Speeds
 from extproc.fleet.tables import Replicas, Requests
 from extproc.ground.clock import Clock
-from extproc.predict.correction import Corrections
 from extproc.predict.inputs import Floats, Indices
-from extproc.replica_state import ReplicaState
 
 _SOON = EVERY_S / 2  # seconds by which a digest may be early; at the next call it would be late
 _NOTABLE_S = 0.1  # recent decode seconds that put a replica without requests into a whole digest
@@ -29,14 +29,13 @@ class DigestSource:
     _replicas: Replicas
     _requests: Requests
     _progress: Progress
-    _corrections: Corrections
-    _states: Sequence[ReplicaState]  # by row of the replicas' table
+    _speeds: Speeds
+    _members: Members
     _wall: Clock
     admin: str = ""  # see Digest
     queued: Callable[[], dict[str, dict[int, float]]] = dict  # see Digest
     _number: int = field(default=0, init=False)
-    _sent: Floats = field(default_factory=lambda: np.zeros((3, 0)), init=False)
-    """Counts in the last digest, see :meth:`_counts`."""
+    _sent: Floats = field(default_factory=lambda: np.zeros((3, 0)), init=False)  # last `_counts`
     _sent_queue: dict[str, dict[int, float]] = field(default_factory=dict, init=False)
     _sent_at: float = field(default=-inf, init=False)
     _whole_at: float = field(default=-inf, init=False)
@@ -55,7 +54,7 @@ class DigestSource:
         counts = self._counts()
         whole = overdue or counts.shape != self._sent.shape
         if whole:
-            observed = self._corrections.sums(now)[1] > _NOTABLE_S
+            observed = self._speeds.corrections.sums(now)[1] > _NOTABLE_S
             rows = ((replicas.requests > 0.0) | observed).nonzero()[0]
         else:
             rows = (counts != self._sent).any(axis=0).nonzero()[0]
@@ -80,7 +79,6 @@ class DigestSource:
         self._whole_at = -inf
 
     def farewell(self) -> Digest:
-        """Returns the last digest of a router that stops."""
         return self._digest(DigestKind.FAREWELL, np.zeros(0, dtype=np.intp), self._sent_at)
 
     def _digest(self, kind: DigestKind, rows: Indices, now: float) -> Digest:
@@ -91,7 +89,7 @@ class DigestSource:
             self._progress.refresh()
             self._progress.look_ahead()
             figures = self._figures(now)[:, rows]
-        ids = tuple(self._states[row].id for row in rows)
+        ids = tuple(self._members.by_row[row].id for row in rows)
         admin = self.admin if kind is DigestKind.WHOLE else ""
         at, queued = self._wall(), self.queued()
         sent, self._sent_queue = self._sent_queue, queued
@@ -111,7 +109,7 @@ class DigestSource:
         backlog = replicas.enqueued - replicas.prefilled
         prefilled_in_part = replicas.joining - backlog
         remaining = np.bincount(on, requests.weight * requests.remaining, count)
-        decoded, expected = self._corrections.sums(now)
+        decoded, expected = self._speeds.corrections.sums(now)
         return np.array(
             [
                 replicas.requests,

@@ -32,7 +32,6 @@ class Ejection:
         return self.until > -inf
 
     def active(self, now: float) -> bool:
-        """Returns True if the replica is ejected at this time."""
         return now < self.until
 
     def excludes(self, now: float, response_visible: bool) -> bool:
@@ -41,8 +40,7 @@ class Ejection:
         return self.active(now) if response_visible else self.pending
 
     def counts(self, now: float) -> bool:
-        """Returns True if a failure at this time counts. During an ejection, only the failure
-        of a trial counts."""
+        """Returns True if a failure counts: during an ejection, only that of a trial does."""
         return self.on_trial or not self.active(now)
 
     def failed(self, now: float, may_eject: bool) -> float:
@@ -58,7 +56,6 @@ class Ejection:
         return self._seconds()
 
     def begin_trial(self, now: float) -> None:
-        """Ejects the replica until a trial's outcome is known, at most for as long as before."""
         self.on_trial, self.until = True, now + self._seconds()
 
     def _seconds(self) -> float:

@@ -171,12 +171,8 @@ class Eligibility:
     ) -> Candidates:
         """Returns the members that may serve a request for a model, and why the others may not.
 
-        Args:
-            model: name in the request.
-            among: members to choose from; None: all.
-            response_visible: Envoy forwards the response to the router, so that the request may be
-                a trial.
-            slow_start: leave out new members that have as many requests as slow start allows.
+        ``among``: members to choose from; None: all. ``response_visible``: as in :class:`Search`.
+        ``slow_start``: leave out new members with as many requests as slow start allows.
         """
         now = self._clock()
         if self._changed or now >= self._next_end:

@@ -24,7 +24,7 @@ from extproc.fleet.speeds import Speeds
 from extproc.fleet.tables import Replicas, Requests
 from extproc.fleet.views import sequences_on, view_of
 from extproc.ground.clock import Clock, monotonic, wall
-from extproc.predict.inputs import Candidates, FleetView, Indices, Sequences, most
+from extproc.predict.inputs import FleetView, Indices, Sequences, most
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import NO_PREFIX, Prefix
@@ -42,9 +42,6 @@ class Fleet:
     Methods here are the view for policies, and the events that several parts must handle in a
     certain order: a poll, a digest, and a request that is dispatched, retried elsewhere or ended.
     Callers reach a single part through its attribute.
-
-    Between polls, :class:`~extproc.fleet.progress.Progress` moves the requests forward. A poll
-    corrects the count of steps and the prefilled tokens.
     """
 
     def __init__(
@@ -81,13 +78,7 @@ class Fleet:
         self.adapters = AdapterSlots(replicas, rows, self._ledger, lengths)
         self._reconciliation = Reconciliation(replicas, requests, self.peers)
         self.digests = DigestSource(
-            self.router,
-            replicas,
-            requests,
-            self._progress,
-            self.speeds.corrections,
-            self.members.by_row,
-            wall,
+            self.router, replicas, requests, self._progress, self.speeds, self.members, wall
         )
 
     # -- membership and polls ---------------------------------------------------------------
@@ -125,7 +116,7 @@ class Fleet:
         # vLLM discards the cache before it sleeps.
         if restarted or (is_new and state.asleep > before.asleep):
             self._prefixes.clear(row)
-            self.prompt_log.emptied(state.id)
+            self.prompt_log.add(state.id, NO_PREFIX)
         if not is_new or not state.healthy or state.unanswered_s > 0.0:
             return  # the figures are old, or their time is not known
         self._prefixes.polled(row, state)
@@ -262,7 +253,6 @@ class Fleet:
             self._sent(row, prefix)
 
     def first_token(self, ticket: Ticket) -> None:
-        """Marks a request's prompt, and all prompts before it on the replica, as prefilled."""
         now = self._clock()
         self._progress.advance(now)
         self._ledger.first_token(ticket, now)
@@ -309,13 +299,12 @@ class Fleet:
         for prompt in prompts:
             if (row := self._rows.get(prompt.replica)) is None:
                 continue
-            if prompt.empties_cache:
-                self._prefixes.clear(row)
-            else:
+            if prompt.tokens:
                 self._index(row, prompt.prefix)
+            else:
+                self._prefixes.clear(row)
 
     def _sent(self, row: int, prefix: Prefix) -> None:
-        """Adds a prompt of this router to the prefix index, and announces the prompt."""
         if self._index(row, prefix):
             self.prompt_log.add(self.members.by_row[row].id, prefix)
 
@@ -370,25 +359,22 @@ class Fleet:
         """
         self._update()
         candidates = self.eligibility.candidates(model, among, response_visible, slow_start=True)
-        view = self._view(candidates)
+        view = view_of(candidates, self._replicas, self.speeds.first_tokens.outside_steps)
         if len(view) and most(view.by_priority) > 0.0:
-            self._overtake(view, priority)
+            tokens, requests = self._ledger.behind(priority)
+            view.overtaken = tokens[view.rows]
+            view.backlog -= view.overtaken
+            view.taken -= view.overtaken
+            view.waiting = np.maximum(view.waiting - requests[view.rows], 0.0)
         self.speeds.favour_untried(view)
         return view
-
-    def _overtake(self, view: FleetView, priority: int) -> None:
-        """Removes requests of lower priority from the replicas' queues in the view."""
-        tokens, requests = self._ledger.behind(priority)
-        view.overtaken = tokens[view.rows]
-        view.backlog -= view.overtaken
-        view.taken -= view.overtaken
-        view.waiting = np.maximum(view.waiting - requests[view.rows], 0.0)
 
     def overview(self) -> FleetView:
         """Returns a view of all members at this moment. ``excluded`` of the view lists the members
         that get no requests for any model."""
         self._update()
-        return self._view(self.eligibility.all_members())
+        members = self.eligibility.all_members()
+        return view_of(members, self._replicas, self.speeds.first_tokens.outside_steps)
 
     def warm_tokens(self, replica: str) -> float:
         """Returns the tokens in a member's prefix cache: as reported, or else as estimated."""
@@ -404,11 +390,6 @@ class Fleet:
         self._progress.advance(now)
         self._progress.refresh()
         self.speeds.refresh(now)
-
-    def _view(self, candidates: Candidates) -> FleetView:
-        view = view_of(candidates, self._replicas)
-        view.outside_steps = self.speeds.first_tokens.outside_steps
-        return view
 
     def prefix_hits(self, prefix: Prefix, view: FleetView) -> PrefixHits:
         """Returns the cached tokens of a prompt on each candidate: reported by the candidate, or

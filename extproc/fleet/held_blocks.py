@@ -5,7 +5,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, repeat
 from math import inf, nan
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -22,7 +22,6 @@ LATE_S = 2.0  # time for which blocks stay known after a poll that confirmed the
 _MAX_BLOCKS_AT_ONCE = 2048  # KV blocks applied in a step, which takes about a millisecond
 _STORED_WITHIN_S = 10.0  # time within which a replica stores a sent prompt and reports the blocks
 _KEY = np.dtype("<u8")
-_Part = TypeVar("_Part", Keys, list[int])
 
 
 class BlockUpdate(Struct, frozen=True, eq=False, array_like=True):
@@ -103,9 +102,8 @@ class HeldBlocks:
 
     def _steps(self, blocks: _ReplicaBlocks, update: BlockUpdate) -> Iterator[None]:
         stored: set[int] = set()
-        removed = [*blocks.keys] if update.whole else update.removed.tolist()
-        for part in _parts(update.stored):
-            keys = part.tolist()
+        removed = np.array([*blocks.keys], _KEY) if update.whole else update.removed
+        for keys in _parts(update.stored):
             self._add(blocks, {*keys} - blocks.keys)
             _expect_no_more(blocks, keys)
             stored.update(keys)
@@ -182,7 +180,6 @@ class HeldBlocks:
         return tokens if runs else None
 
     def count_known(self) -> int:
-        """Returns the number of replicas whose blocks are known."""
         return sum(self._known(replica) is not None for replica in self._replicas)
 
     def _runs(self, keys: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -226,9 +223,9 @@ def _keys(prefix: Prefix, adapter: str, block_size: int) -> list[int]:
     return keys
 
 
-def _parts(keys: _Part) -> Iterator[_Part]:
+def _parts(keys: Keys) -> Iterator[list[int]]:
     step = _MAX_BLOCKS_AT_ONCE
-    return (keys[first : first + step] for first in range(0, len(keys), step))
+    return (keys[first : first + step].tolist() for first in range(0, len(keys), step))
 
 
 def _expect_no_more(blocks: _ReplicaBlocks, keys: Iterable[int]) -> None:

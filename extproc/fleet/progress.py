@@ -39,8 +39,7 @@ class Progress:
         self.refreshed_at = self._as_of
 
     def invalidate(self) -> None:
-        """Marks the sums over each replica's requests as out of date, to be computed anew by
-        :meth:`refresh`."""
+        """Makes :meth:`refresh` compute the sums over each replica's requests anew."""
         self._changed = True
 
     def remove(self, row: int) -> None:

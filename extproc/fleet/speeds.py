@@ -1,5 +1,6 @@
 """Speed of each replica: learned by the pollers, or shown by this router's requests."""
 
+from dataclasses import dataclass
 from math import inf
 
 from extproc.fleet.digest import DECODED, EXPECTED
@@ -8,11 +9,33 @@ from extproc.fleet.tables import Replicas
 from extproc.ground.clock import Clock
 from extproc.predict.correction import Corrections, FirstTokens
 from extproc.predict.inputs import FleetView, least, usual_step
-from extproc.predict.provisional import ProvisionalSpeed
 from extproc.predict.step import profile_or_default
 from extproc.replica_state import ReplicaState
 
 _SHORTEST_STEP = 1e-4  # seconds; no engine steps faster, whatever was learned
+_PRIOR_S = 0.03  # δ: times to first token well below this change little
+_MOST = 5.0  # bound of a provisional slowness and of its inverse
+_STREAMS = 4  # streams of a replica that are read for their first tokens
+
+
+@dataclass(slots=True)
+class _ProvisionalSpeed:
+    """Slowness of an unmeasured replica: actual ÷ predicted time to first token.
+
+    Polls need a second to measure a replica. A fresh pool gets dozens of requests in that second,
+    and slow replicas would get as many as fast ones. First tokens arrive sooner::
+
+        slowness = (Σ actual + δ) / (Σ predicted + δ)
+    """
+
+    streams: int = 0  # read so far for their first tokens
+    usual_steps: float = 0.0  # Σ predicted time to first token ÷ ``usual_step`` of the replica
+    seconds: float = 0.0  # Σ actual time to first token
+
+    def slowness(self, usual_step: float) -> float:
+        """Returns the slowness against a step-time model with this usual step, in seconds."""
+        slowness = (self.seconds + _PRIOR_S) / (self.usual_steps * usual_step + _PRIOR_S)
+        return min(max(slowness, 1.0 / _MOST), _MOST)
 
 
 class Speeds:
@@ -28,12 +51,11 @@ class Speeds:
         self._clock = clock
         self.corrections = Corrections(clock())
         self.first_tokens = FirstTokens()
-        self._unmeasured: dict[int, ProvisionalSpeed] = {}
-        """Row of each replica that no poll has measured → its speed until then."""
+        self._unmeasured: dict[int, _ProvisionalSpeed] = {}  # by row, until a poll measures it
 
     def joined(self, row: int) -> None:
         self.corrections.clear(row)
-        self._unmeasured[row] = ProvisionalSpeed()
+        self._unmeasured[row] = _ProvisionalSpeed()
 
     def left(self, row: int) -> None:
         self._unmeasured.pop(row, None)
@@ -42,7 +64,7 @@ class Speeds:
         if state.measured:
             self._unmeasured.pop(row, None)
         elif restarted:
-            self._unmeasured[row] = ProvisionalSpeed()
+            self._unmeasured[row] = _ProvisionalSpeed()
         self._set_hardware(row, state)
 
     def learn_first_token(self, replica: str, usual_steps: float, seconds: float) -> None:
@@ -51,9 +73,10 @@ class Speeds:
         ``usual_steps``: predicted time to the first token ÷ the replica's usual step time.
         ``seconds``: actual time to the first token.
         """
-        row = self._members.rows.get(replica)
-        if row in self._unmeasured:
-            self._unmeasured[row].observe(usual_steps, seconds)
+        row = self._members.rows.get(replica, -1)
+        if (speed := self._unmeasured.get(row)) is not None:
+            speed.usual_steps += usual_steps
+            speed.seconds += seconds
             self._set_hardware(row, self._members.by_row[row])
 
     def learn_decode(
@@ -66,7 +89,6 @@ class Speeds:
             self.corrections.observe(row, predicted, actual, self._clock(), self._slower(row, step))
 
     def refresh(self, now: float) -> None:
-        """Computes the ratios of actual to predicted decode time anew, if they are due."""
         if self.corrections.due(now):
             decoded = self._replicas.peers[[DECODED, EXPECTED]]
             self._replicas.stretch[:] = self.corrections.ratios(now, decoded)
@@ -74,8 +96,11 @@ class Speeds:
     def takes_stream(self, replica: str) -> bool:
         """Returns True if a stream is to be read for its first token: for the first streams of a
         replica that no poll has measured."""
-        row = self._members.rows.get(replica)
-        return row in self._unmeasured and self._unmeasured[row].takes_stream()
+        speed = self._unmeasured.get(self._members.rows.get(replica, -1))
+        if speed is None:
+            return False
+        speed.streams += 1
+        return speed.streams <= _STREAMS
 
     def untried(self, view: FleetView) -> list[int]:
         """Returns the indices of idle candidates whose speed no poll has measured."""

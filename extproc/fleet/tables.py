@@ -1,6 +1,5 @@
 """Tables of a fleet: a row for each replica, and a row for each request in flight."""
 
-from collections.abc import Iterable
 from inspect import get_annotations
 from math import inf
 from typing import Any
@@ -78,13 +77,6 @@ class Table:
 
     def first(self, columns: int) -> Floats:
         return self._floats[:columns, : self._length]
-
-    def copy(self, columns: int, rows: Indices | None = None) -> Iterable[tuple[str, Floats]]:
-        """Returns names and copies of the first ``columns`` columns, for the given rows or all
-        rows."""
-        floats = self._floats[:columns, : self._length]
-        floats = floats.copy() if rows is None else floats.take(rows, axis=1)
-        return zip(self._names[0], floats, strict=False)
 
     def _resize(self, length: int) -> None:
         self._length = length

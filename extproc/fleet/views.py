@@ -17,15 +17,17 @@ from extproc.fleet.tables import POLICY_COLUMNS, UNBOUNDED_TOKENS, Replicas, Req
 from extproc.predict.inputs import Candidates, Columns, FleetView, Floats, Indices, Sequences
 from extproc.predict.lengths import OutputLengths
 
-_VIEW_COLUMNS = len(Columns.__annotations__)
+_VIEW_COLUMNS = [*Columns.__annotations__]
 
 
-def view_of(candidates: Candidates, table: Replicas) -> FleetView:
-    """Returns the candidates with their figures."""
-    rows = candidates.rows
-    view = FleetView(
-        candidates, table.copy(_VIEW_COLUMNS, None if len(rows) == len(table) else rows)
-    )
+def view_of(
+    candidates: Candidates, table: Replicas, outside_steps: tuple[float, float, float]
+) -> FleetView:
+    """Returns the candidates with their figures. ``outside_steps``: as in the view."""
+    rows, figures = candidates.rows, table.first(len(_VIEW_COLUMNS))
+    figures = figures.copy() if len(rows) == len(table) else figures.take(rows, axis=1)
+    view = FleetView(candidates, zip(_VIEW_COLUMNS, figures, strict=True))
+    view.outside_steps = outside_steps
     view.taken = view.kv_used + view.joining + view.external_backlog
     if table.peers_count:
         view.requests += table.peers[REQUESTS][rows]

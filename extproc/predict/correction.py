@@ -74,7 +74,6 @@ class Corrections:
         return np.array([actual, np.where(changed, np.clip(actual, least, most), then)])
 
     def due(self, now: float) -> bool:
-        """True if the ratios must be computed anew."""
         return now - self._computed_at >= _REFRESH_S
 
     def ratios(self, now: float, others: Floats | float = 0.0) -> Floats:

@@ -106,8 +106,11 @@ class Windows:
         if counts.in_flight:
             return []
         before, self._idle = self._idle, counts
-        if before is None or not _served_one_request(before, counts):
+        if before is None:
             return []
+        finished = counts.finished - before.finished
+        if not finished == counts.first_tokens - before.first_tokens == 1.0:
+            return []  # more requests or none, or a request was aborted
         steps, computed, generated, _ = _terms(before, counts)
         later = max(generated - 1.0, 0.0)
         if warms_up(before.steps, counts.steps) or steps <= later or computed <= 0.0:
@@ -145,13 +148,6 @@ class Windows:
             return self._settled[max(after - 1, 0)]
         earlier, later = self._settled[after - 1], self._settled[after]
         return earlier if wanted - earlier[0] <= later[0] - wanted else later
-
-
-def _served_one_request(before: EngineCounts, counts: EngineCounts) -> bool:
-    """True if exactly one request began and ended between two polls, and no other request was
-    aborted."""
-    finished = counts.finished - before.finished
-    return finished == counts.first_tokens - before.first_tokens == 1.0
 
 
 def warms_up(before: float, after: float) -> bool:
