@@ -293,10 +293,8 @@ class Eligibility:
             if due := [each for each in served if each.may_be_tried(search.now)]:
                 usable = [min(due, key=lambda member: member.trial_at)]
                 del excluded[usable[0].state.id]
-        listed = (member.models for member in self.conditions.values())
-        everywhere = frozenset(self._names.served(model)).intersection(*listed)
         ids = [member.state.id for member in usable]
-        return self._of(ids, excluded, model, bool(others), everywhere)
+        return self._of(ids, excluded, model, only_some=bool(others))
 
     def _of(
         self,
@@ -304,12 +302,12 @@ class Eligibility:
         excluded: Mapping[str, str],
         model: str = "",
         only_some: bool = False,
-        everywhere: frozenset[str] = frozenset(),
     ) -> Candidates:
         row_of, conditions = self._rows.__getitem__, self.conditions
         ids = sorted(usable, key=row_of)
         states = [conditions[name].state for name in ids]
         adapters = [self.adapter(name, model) for name in ids] if model else []
+        listed = (member.models for member in conditions.values())
         without = [conditions[name].state for name in sorted(excluded, key=row_of)]
         return Candidates(
             np.array([row_of(name) for name in ids], dtype=np.intp),
@@ -320,7 +318,7 @@ class Eligibility:
             adapters if any(adapters) else (),
             tuple(Excluded(each.id, each.name or each.id, excluded[each.id]) for each in without),
             only_some,
-            everywhere,
+            frozenset(self._names.served(model)).intersection(*listed),
         )
 
     def _serves(self, model: str, member: Condition) -> bool:

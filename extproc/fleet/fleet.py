@@ -234,7 +234,6 @@ class Fleet:
         """
         row, now = self._rows[replica], self._clock()
         self.eligibility.sent(replica, response_visible)
-        self._progress.advance(now)
         ticket = self._ledger.enter(row, profile, now, cached)
         self._sent(row, profile.prefix)
         adapter = self.eligibility.adapter(replica, profile.model)
@@ -246,16 +245,13 @@ class Fleet:
         """Moves a request to the replica on which Envoy retried it, if that replica is a member."""
         row, now = self._rows.get(replica), self._clock()
         if row is not None:
-            self._progress.advance(now)
             cached = self._prefixes.hits(prefix, np.array([row])).cached.item()
             self._ledger.move(ticket, row, now, cached)
             self.adapters.moved(ticket, row, now)
             self._sent(row, prefix)
 
     def first_token(self, ticket: Ticket) -> None:
-        now = self._clock()
-        self._progress.advance(now)
-        self._ledger.first_token(ticket, now)
+        self._ledger.first_token(ticket, self._clock())
 
     def release(self, ticket: Ticket, prefilled: bool = True) -> Generated:
         """Removes a request from the ledger; returns its output. ``prefilled``: its prompt, and all
@@ -265,9 +261,7 @@ class Fleet:
             KeyError: the request was released before.
         """
         now = self._clock()
-        self._progress.advance(now)
-        generated = self._ledger.generated(ticket, now)
-        row = self._ledger.release(ticket, prefilled)
+        row, generated = self._ledger.release(ticket, now, prefilled)
         self.adapters.ended(ticket, now)
         self.eligibility.ended(self.members.by_row[row].id)
         return generated

@@ -5,7 +5,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, repeat
 from math import inf, nan
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -22,6 +22,7 @@ LATE_S = 2.0  # time for which blocks stay known after a poll that confirmed the
 _MAX_BLOCKS_AT_ONCE = 2048  # KV blocks applied in a step, which takes about a millisecond
 _STORED_WITHIN_S = 10.0  # time within which a replica stores a sent prompt and reports the blocks
 _KEY = np.dtype("<u8")
+_Part = TypeVar("_Part", Keys, list[int])
 
 
 class BlockUpdate(Struct, frozen=True, eq=False, array_like=True):
@@ -102,8 +103,9 @@ class HeldBlocks:
 
     def _steps(self, blocks: _ReplicaBlocks, update: BlockUpdate) -> Iterator[None]:
         stored: set[int] = set()
-        removed = np.array([*blocks.keys], _KEY) if update.whole else update.removed
-        for keys in _parts(update.stored):
+        removed = [*blocks.keys] if update.whole else update.removed.tolist()
+        for part in _parts(update.stored):
+            keys = part.tolist()
             self._add(blocks, {*keys} - blocks.keys)
             _expect_no_more(blocks, keys)
             stored.update(keys)
@@ -223,9 +225,9 @@ def _keys(prefix: Prefix, adapter: str, block_size: int) -> list[int]:
     return keys
 
 
-def _parts(keys: Keys) -> Iterator[list[int]]:
+def _parts(keys: _Part) -> Iterator[_Part]:
     step = _MAX_BLOCKS_AT_ONCE
-    return (keys[first : first + step].tolist() for first in range(0, len(keys), step))
+    return (keys[first : first + step] for first in range(0, len(keys), step))
 
 
 def _expect_no_more(blocks: _ReplicaBlocks, keys: Iterable[int]) -> None:

@@ -31,8 +31,7 @@ class Generated(NamedTuple):
 
 @dataclass(eq=False)
 class Ledger:
-    """Requests in flight. Callers name a replica by its row, and must call
-    :meth:`Progress.advance` before they call a method here."""
+    """Requests in flight. Callers name a replica by its row."""
 
     _replicas: Replicas
     _requests: Requests
@@ -43,6 +42,7 @@ class Ledger:
 
     def enter(self, replica: int, profile: RequestProfile, now: float, cached: float) -> Ticket:
         """Adds a request that is dispatched now; ``cached``: prompt tokens in the prefix cache."""
+        self._progress.advance(now)
         context = self._replicas.longest_prompt.item(replica)
         bound, prompt = profile.most_output(context), profile.computed_prompt(context)
         least = min(float(profile.least_output), bound)
@@ -97,8 +97,8 @@ class Ledger:
         ends = requests.remaining[here] * token + self._progress.refreshed_at
         return dict(zip(requests.ticket[here].tolist(), ends.tolist(), strict=True))
 
-    def generated(self, ticket: Ticket, now: float) -> Generated:
-        requests, replicas, row = self._requests, self._replicas, self._row[ticket]
+    def _generated(self, row: int, now: float) -> Generated:
+        requests, replicas = self._requests, self._replicas
         on, before = requests.replica.item(row), requests.steps_before.item(row)
         if before == inf or not 0.0 <= now - replicas.sampled_at.item(on) <= LATE_S:
             return Generated(0.0, 0.0, 0.0)
@@ -111,6 +111,7 @@ class Ledger:
 
     def move(self, ticket: Ticket, replica: int, now: float, cached: float) -> None:
         """Moves a retried request to another replica; ``cached``: prompt tokens cached there."""
+        self._progress.advance(now)
         requests, row = self._requests, self._row[ticket]
         self._dequeue(row)
         count(self._replicas, requests, row, -1)
@@ -129,6 +130,7 @@ class Ledger:
     def first_token(self, ticket: Ticket, now: float) -> None:
         """Marks a request's prompt, and all prompts before it on the replica, as prefilled. If the
         first token was predicted earlier, the request's output counts anew from now on."""
+        self._progress.advance(now)
         requests, row = self._requests, self._row[ticket]
         self._prefilled(row)
         if requests.steps_before.item(row) < inf:
@@ -137,8 +139,11 @@ class Ledger:
             requests.until[row] = 0.0  # the request has fewer tokens than predicted
         self._progress.invalidate()
 
-    def release(self, ticket: Ticket, prefilled: bool) -> int:
+    def release(self, ticket: Ticket, now: float, prefilled: bool) -> tuple[int, Generated]:
+        """Removes a request; returns its replica and its output."""
+        self._progress.advance(now)
         row = self._row.pop(ticket)
+        generated = self._generated(row, now)
         if prefilled:
             self._prefilled(row)
         else:
@@ -150,7 +155,7 @@ class Ledger:
         replica = requests.replica.item(row)
         if requests.drop(row) != row:
             self._row[requests.ticket.item(row)] = row
-        return replica
+        return replica, generated
 
     def _enqueue(self, replica: int, tokens: float, priority: float) -> float:
         """Queues a prompt behind all others, or before prompts of lower priority; returns the

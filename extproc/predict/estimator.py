@@ -98,7 +98,10 @@ class Estimator:
         """Learns step times from the counts of a poll; ``fleet``: the prior of the fleet."""
         elapsed = 0.0 if self._polled_at is None else counts.at - self._polled_at
         self._polled_at = counts.at
-        self._forget(elapsed, idle=counts.in_flight == 0)
+        idle = counts.in_flight == 0
+        self._equations *= exp(-elapsed / (_IDLE_MEMORY_S if idle else _MEMORY_S))
+        if idle:
+            self._recent = self._recent.times(exp(-elapsed / _IDLE_REACTION_S))
         stretches = [
             self._bounded(work, fleet) if 0.0 < counts.steps < _WARM_UP_STEPS else work
             for work in self._windows.poll(counts)
@@ -131,11 +134,6 @@ class Estimator:
     def _bounded(self, work: Work, fleet: Prior) -> Work:
         most = _WARM_UP_SLOWER * self._expected(work, fleet.coefficients)
         return Work(min(work.seconds, most), work.terms)
-
-    def _forget(self, elapsed: float, idle: bool) -> None:
-        self._equations *= exp(-elapsed / (_IDLE_MEMORY_S if idle else _MEMORY_S))
-        if idle:
-            self._recent = self._recent.times(exp(-elapsed / _IDLE_REACTION_S))
 
     def _learn(self, work: Work) -> None:
         ratio = self._expected(work, self._solution) / work.seconds if work.seconds else 0.0
