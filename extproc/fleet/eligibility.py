@@ -43,8 +43,7 @@ class Eligibility:
         self.staleness = Staleness(clock())
         self._any_stalled = False
         self._new: list[Condition] = []  # members in slow start
-        self.rejecting = set[str]()
-        """Replicas whose last answer was from 400 to 499: the last choices for a retry."""
+        self.rejecting = set[str]()  # last answer from 400 to 499: the last choices for a retry
         self._clock = clock
         self._names = names
         self._rows = rows

@@ -62,8 +62,7 @@ class Members:
         self.names = names
         self.rows: dict[str, int] = {}
         self.by_row: list[ReplicaState] = []  # a departed replica stays until its row is reused
-        self.departed_models: dict[str, float] = {}
-        """Models that no member lists any more → since when, in seconds on the clock."""
+        self.departed_models: dict[str, float] = {}  # listed by no member → since when
         self._lists = Counter[tuple[str, ...]]()  # members by their list of models
         self._listing = Counter[str]()  # members that list each model
 

@@ -60,8 +60,7 @@ class PrefixHits(Struct, eq=False):
 
 @dataclass(slots=True)
 class _Cache:
-    recent: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    """Keys in the cache, the next to be evicted first."""
+    recent: OrderedDict[int, None] = field(default_factory=OrderedDict)  # next to be evicted first
     entered: int = 0  # keys entered so far
     unit: float = 0.0  # tokens of a key, as the mean of recent prompts
     capacity: int = 1  # keys that fit

@@ -15,9 +15,7 @@ class AdapterTimes(Struct, eq=False):
 
     wait: Floats  # until the batch has a slot for the adapter
     load: Floats  # to load the adapter
-    wasted: Floats
-    """Delay of other requests: all decoding sequences stand still during the load, and the adapter
-    that is evicted may have to be loaded again."""
+    wasted: Floats  # delay of other requests: decoding stops, and evicted adapters load again
 
 
 class Prediction(Struct, eq=False):

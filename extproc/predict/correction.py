@@ -1,5 +1,6 @@
 """Prediction errors, learned from requests that have ended."""
 
+from dataclasses import dataclass
 from math import exp, inf
 
 import numpy as np
@@ -134,8 +135,7 @@ class FirstTokens:
 
     @property
     def outside_steps(self) -> tuple[float, float, float]:
-        """Coefficients x, y and z: seconds of delay for each second of a step, for each request,
-        and for each prompt token."""
+        """Coefficients x, y and z, each within its bound."""
         each_step, request, token = self._solution
         return (
             min(each_step, _MOST_STEPS),
@@ -148,6 +148,7 @@ _QUANTILE = 0.9
 _STEP = 0.03  # of the ratio's logarithm for each request: a memory of about 100 requests
 
 
+@dataclass(slots=True)
 class ErrorQuantile:
     """Ratio of actual to predicted time that nine of ten requests do not exceed.
 
@@ -155,8 +156,7 @@ class ErrorQuantile:
     ratio raises it, and each other request lowers it by a ninth of that step.
     """
 
-    def __init__(self) -> None:
-        self.ratio = 1.0
+    ratio: float = 1.0
 
     def observe(self, predicted: float, actual: float) -> None:
         if 0.0 < predicted < inf and actual > 0.0:

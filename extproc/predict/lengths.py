@@ -124,8 +124,7 @@ class OutputLengths:
         self._sums[:, rows] = sums
 
     def _rows_to_learn(self, kinds: Sequence[_Kind]) -> list[int]:
-        """Rows that learn from a request of these kinds. A new row starts as a copy of the row of
-        the next coarser kind."""
+        """Rows that learn from a request of these kinds."""
         rows = [0]
         for kind in kinds:
             table = self._table(kind)
