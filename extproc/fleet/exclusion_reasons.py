@@ -1,4 +1,4 @@
-"""Reasons that exclude a replica, and what ends each."""
+"""Reasons that exclude a replica: the rule of each, and what ends it."""
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass

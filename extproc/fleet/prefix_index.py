@@ -71,13 +71,6 @@ class _Cache:
     hits_reported: float = _PRIOR_TOKENS  # cached tokens by the replica's reports; old ones fade
     hits_expected: float = _PRIOR_TOKENS  # cached tokens that were expected of the same prompts
 
-    def fit(self, prefix: Prefix, tokens: float) -> None:
-        """Sets the capacity, in keys, from the ``tokens`` of the KV cache and the mean tokens of a
-        key."""
-        keys = len(prefix.keys)
-        self.unit += (prefix.unit - self.unit) * keys / (keys + min(self.entered, self.capacity))
-        self.capacity = max(int(tokens / self.unit), 1)
-
     def learn_trust(self, expected: float, reported: float) -> float:
         """Adds expected and reported cached tokens to decaying sums, which start at
         ``_PRIOR_TOKENS``. Returns the factor by which the replica's expected hits are multiplied
@@ -130,13 +123,15 @@ class PrefixIndex:
         cache.sent += prefix.tokens
         if not keys or prefix.unit <= 0.0:
             return
-        recent = cache.recent
+        recent, units = cache.recent, len(keys)
         new = [*filterfalse(recent.__contains__, keys)]
-        cache.expected += (len(keys) - len(new)) * prefix.unit
+        cache.expected += (units - len(new)) * prefix.unit
         if prefix.whole:
             keys.append(prefix.whole)
             new.append(prefix.whole)
-        cache.fit(prefix, capacity)
+        known = min(cache.entered, cache.capacity)
+        cache.unit += (prefix.unit - cache.unit) * units / (units + known)
+        cache.capacity = max(int(capacity / cache.unit), 1)
         cache.entered += len(new)
         keys.reverse()
         recent.update(dict.fromkeys(keys))

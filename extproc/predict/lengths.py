@@ -48,12 +48,6 @@ def _kinds(profile: RequestProfile) -> list[_Kind]:
     return [finest[:size] for size in sizes]
 
 
-def _numbered(rows: range) -> dict[_Kind, int]:
-    """Returns the rows of histograms by kind, the least recently used kind first. At first each row
-    has a number in the place of a kind, which a request's kind then replaces."""
-    return {(row,): row for row in rows}
-
-
 class OutputLengths:
     """Decaying histograms of output lengths, by kind of request.
 
@@ -68,8 +62,12 @@ class OutputLengths:
     """
 
     def __init__(self) -> None:
-        self._rows = _numbered(range(1, 1 + _MOST_KINDS))
-        self._tenants = _numbered(range(1 + _MOST_KINDS, 1 + 2 * _MOST_KINDS))
+        self._rows: list[dict[_Kind, int]] = [
+            {(row,): row for row in range(first, first + _MOST_KINDS)}
+            for first in (1, 1 + _MOST_KINDS)
+        ]
+        """Rows by kind, the least recently used kind first; without and with a tenant. At first a
+        number stands for the kind of each row."""
         self._in_flight = [0] * (1 + 2 * _MOST_KINDS)  # requests by row
         # Suffix sums of the histograms: sequences and their tokens, a row for each kind.
         self._sums: Floats = np.zeros((2, 1 + 2 * _MOST_KINDS, _SUMS))
@@ -81,7 +79,7 @@ class OutputLengths:
         """Returns the row of the request's finest kind that has a histogram; if none has one, row
         0, which counts all requests."""
         for kind in reversed(_kinds(profile)):
-            if (row := self._table(kind).get(kind)) is not None:
+            if (row := self._rows[len(kind) > _UNTENANTED].get(kind)) is not None:
                 return row
         return 0
 
@@ -95,9 +93,6 @@ class OutputLengths:
         """Releases a row that :meth:`hold` returned. ``begin``: first of the two indices that
         :meth:`place` returned for the row."""
         self._in_flight[begin // _SUMS] -= 1
-
-    def _table(self, kind: _Kind) -> dict[_Kind, int]:
-        return self._tenants if len(kind) > _UNTENANTED else self._rows
 
     def observe(self, profile: RequestProfile, tokens: float) -> None:
         """Learns that a sequence of the request ended after ``tokens`` tokens.
@@ -127,7 +122,7 @@ class OutputLengths:
         """Rows that learn from a request of these kinds."""
         rows = [0]
         for kind in kinds:
-            table = self._table(kind)
+            table = self._rows[len(kind) > _UNTENANTED]
             row = table.pop(kind, None)
             if row is None:
                 free = (old for old, at in table.items() if not (self._in_flight[at] or at in rows))
