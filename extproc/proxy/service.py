@@ -164,17 +164,23 @@ class GrpcServer:
         """Serves one stream; after an error, Envoy goes on without the router.
 
         gRPC cancels this handler when Envoy resets the stream, and Envoy also resets every stream
-        that it has closed. The task that serves the stream is shielded from the cancellation, by
-        the invariant of :class:`~extproc.proxy.call.Call`, and reads the end of the stream.
+        that it has closed. The cancellation ends ``ended``, and not the task that serves the
+        stream, by the invariant of :class:`~extproc.proxy.call.Call`. The task then reads the end
+        of the stream.
         """
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         serving = asyncio.create_task(self._serve(context, ended))
-        # ``_serve`` has logged its errors: retrieve them, or asyncio logs them again.
-        serving.add_done_callback(lambda task: task.cancelled() or task.exception())
-        try:
-            await asyncio.shield(serving)
-        finally:
-            ended.cancel()
+
+        def served(task: asyncio.Task[None]) -> None:
+            # ``_serve`` has logged its errors: retrieve them, or asyncio logs them again.
+            if not task.cancelled():
+                task.exception()
+            if not ended.done():
+                ended.set_result(None)
+
+        serving.add_done_callback(served)
+        await ended
+        serving.result()
 
     async def _serve(self, context: grpc.aio.ServicerContext, ended: asyncio.Future[None]) -> None:
         if len(self._exchanges) >= self._settings.max_streams:
