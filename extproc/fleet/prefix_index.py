@@ -5,7 +5,7 @@ learns from hits that replicas report.
 """
 
 from bisect import bisect_left
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -133,9 +133,9 @@ class PrefixIndex:
         cache.unit += (prefix.unit - cache.unit) * units / (units + known)
         cache.capacity = max(int(capacity / cache.unit), 1)
         cache.entered += len(new)
-        keys.reverse()
-        recent.update(dict.fromkeys(keys))
-        deque(map(recent.move_to_end, keys), maxlen=0)
+        for key in reversed(keys):  # `update` takes twice as long
+            recent[key] = None
+            recent.move_to_end(key)
         set_bit(self._bitmaps, new, row)
         evicted = range(len(recent) - cache.capacity)
         clear_bit(self._bitmaps, [recent.popitem(last=False)[0] for _ in evicted], row)
