@@ -35,7 +35,7 @@ class Turns:
         """If it is another router's turn at a replica on which a request of this router has ended,
         leave the replica to that router until 0.1 s after the first such end."""
         row = self._fleet.members.rows.get(replica)
-        if row is None:
+        if row is None or not self._fleet.peers:
             return
         [own] = self._backlog.work_at([row])
         if (priority := self._others(row, own)) is not None:
