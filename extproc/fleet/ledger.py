@@ -103,10 +103,8 @@ class Ledger:
         if before == inf or not 0.0 <= now - replicas.sampled_at.item(on) <= LATE_S:
             return Generated(0.0, 0.0, 0.0)
         per_step, bound = replicas.tokens_per_step.item(on), requests.bound.item(row)
-        tokens, counted = (
-            min(max((steps.item(on) - before) * per_step, 0.0), bound)
-            for steps in (replicas.steps, replicas.polled_steps)
-        )
+        tokens = min(max((replicas.steps.item(on) - before) * per_step, 0.0), bound)
+        counted = min(max((replicas.polled_steps.item(on) - before) * per_step, 0.0), bound)
         return Generated(tokens, max(now - requests.began_at.item(row), 0.0), counted)
 
     def move(self, ticket: Ticket, replica: int, now: float, cached: float) -> None:
