@@ -15,7 +15,7 @@ from statistics import median
 import numpy as np
 
 from extproc.fleet.ledger import Ledger
-from extproc.fleet.tables import UNBOUNDED_TOKENS, Replicas
+from extproc.fleet.tables import Replicas
 from extproc.predict.completion import AdapterTimes
 from extproc.predict.inputs import FleetView
 from extproc.predict.lengths import OutputLengths
@@ -139,7 +139,7 @@ class AdapterSlots:
         )
         idle = idle[max(len(slots.used_at) - slots.count, 0) :]
         slots.used_at = {name: slots.used_at[name] for name in (*slots.in_use, *idle)}
-        typical_s = self._lengths.expected(0, UNBOUNDED_TOKENS)
+        typical_s = self._lengths.mean
         typical_s *= table.decode_step.item(row) / table.tokens_per_step.item(row)
         requests = self._ledger.ends(row) if len(slots.in_use) >= slots.count else {}
         ends = [-inf] * slots.count  # when adapters give slots back, the earliest first

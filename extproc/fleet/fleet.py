@@ -402,4 +402,4 @@ class Fleet:
     def sequences(self, view: FleetView) -> Sequences:
         """Returns the sequences in flight on the candidates, valid until the fleet changes."""
         self._progress.look_ahead()
-        return sequences_on(view.rows, self._replicas, self._requests, self.lengths)
+        return sequences_on(view, self._replicas, self._requests, self.lengths)

@@ -14,8 +14,6 @@ from extproc.replica_state import STALE_AFTER_S
 _FIRST_CAPACITY = 16
 _LENGTHS_REMEMBERED = 64
 
-UNBOUNDED_TOKENS = 131_072.0  # output bound of a sequence that only polls report
-
 
 class Table:
     """Table whose columns are the annotations of a subclass: ``Floats`` or ``Indices``.

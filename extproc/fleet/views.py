@@ -13,7 +13,7 @@ from extproc.fleet.digest import (
     REMAINING,
     REQUESTS,
 )
-from extproc.fleet.tables import POLICY_COLUMNS, UNBOUNDED_TOKENS, Replicas, Requests
+from extproc.fleet.tables import POLICY_COLUMNS, Replicas, Requests
 from extproc.predict.inputs import Candidates, Columns, FleetView, Floats, Indices, Sequences
 from extproc.predict.lengths import OutputLengths
 
@@ -41,13 +41,14 @@ def view_of(
 
 
 def sequences_on(
-    rows: Indices, table: Replicas, requests: Requests, lengths: OutputLengths
+    view: FleetView, table: Replicas, requests: Requests, lengths: OutputLengths
 ) -> Sequences:
-    """Returns the sequences in flight on the replicas of some rows.
+    """Returns the sequences in flight on the candidates.
 
     Besides the ledger's sequences, each replica has one entry for the sequences of all peers, and
     one for external sequences, which are expected to end by the learned output ``lengths``.
     """
+    rows = view.rows
     on, figures = requests.replica, requests.first(POLICY_COLUMNS)
     if len(rows) < len(table):
         candidate = np.full(len(table), -1, dtype=np.intp)
@@ -57,30 +58,39 @@ def sequences_on(
         on, figures = on[keep], figures.take(keep, axis=1)
     if table.peers_count:
         weight = (table.peers[QUEUED_SEQUENCES] + table.peers[DECODING])[rows]
+        there = weight.nonzero()[0]
         tokens = (table.peers[KV] + table.peers[BACKLOG])[rows]
-        on, figures = _beside(on, figures, weight, tokens, table.peers[REMAINING][rows])
-    external = table.external[rows]
-    if len(external.nonzero()[0]):
+        remaining = table.peers[REMAINING][rows[there]] / weight[there]
+        on, figures = _beside(on, figures, there, weight, tokens, remaining)
+    there = view.external.nonzero()[0]
+    if len(there):
         tokens = np.maximum(table.kv_unattributed[rows], 0.0)
-        remaining = external * lengths.expected(0, UNBOUNDED_TOKENS)
-        on, figures = _beside(on, figures, external, tokens, remaining)
+        on, figures = _beside(on, figures, there, view.external, tokens, lengths.mean)
     return Sequences(on, *figures)
 
 
 def _beside(
-    on: Indices, figures: Floats, weight: Floats, tokens: Floats, remaining: Floats
+    on: Indices,
+    figures: Floats,
+    there: Indices,
+    weight: Floats,
+    tokens: Floats,
+    remaining: Floats | float,
 ) -> tuple[Indices, Floats]:
     """Adds to the columns of :class:`Sequences` an entry for each candidate on which other senders
     have sequences. Their priority is not known, so it is infinite: no request preempts them.
 
-    ``on`` and ``figures``: the column ``replica``, and the other columns as rows of one array. The
-    other arguments have a number for each candidate: sequences to add (0: no entry), their KV
-    tokens together, and the tokens that they will still generate together.
+    Args:
+        on: the column ``replica``.
+        figures: the other columns, as rows of one array.
+        there: candidates to add an entry for.
+        weight: sequences to add, for each candidate.
+        tokens: KV tokens of these sequences together, for each candidate.
+        remaining: tokens that each of the sequences will still generate, for each entry.
     """
-    there = weight.nonzero()[0]
     added = np.empty((POLICY_COLUMNS, len(there)))
     added[0] = weight = weight[there]
     added[1] = tokens[there] / weight
-    added[2] = remaining[there] / weight
+    added[2] = remaining
     added[3] = inf
     return np.concatenate((on, there)), np.concatenate((figures, added), axis=1)

@@ -74,6 +74,7 @@ class OutputLengths:
         self._sums[:, 0] = _prior()
         self._count: Floats = self._sums[0]
         self._tokens: Floats = self._sums[1]
+        self._p90: dict[int, float] = {}  # by row; without the rows that learned since
 
     def row(self, profile: RequestProfile) -> int:
         """Returns the row of the request's finest kind that has a histogram; if none has one, row
@@ -117,6 +118,8 @@ class OutputLengths:
             sums[:, :, :bucket] += beyond / total
             sums[:, :, bucket:] *= 1.0 + 1.0 / total
         self._sums[:, rows] = sums
+        for row in rows:
+            self._p90.pop(row, None)
 
     def _rows_to_learn(self, kinds: Sequence[_Kind]) -> list[int]:
         """Rows that learn from a request of these kinds."""
@@ -146,9 +149,17 @@ class OutputLengths:
 
     def p90(self, row: int, bound: float) -> float:
         """Returns the output length that nine of ten sequences of the row do not exceed."""
-        count = self._count[row]
-        beyond = _SUMS - int(count[::-1].searchsorted(0.1 * count.item(0), "right"))
-        return max(min(_LENGTHS_LIST[max(beyond - 1, 0)], bound), 0.0)
+        p90 = self._p90.get(row)
+        if p90 is None:
+            count = self._count[row]
+            beyond = _SUMS - int(count[::-1].searchsorted(0.1 * count.item(0), "right"))
+            p90 = self._p90[row] = _LENGTHS_LIST[max(beyond - 1, 0)]
+        return max(min(p90, bound), 0.0)
+
+    @property
+    def mean(self) -> float:
+        """Mean output length of a sequence of any request."""
+        return self._tokens.item(0) / self._count.item(0)
 
     def place(self, row: int, bound: float) -> tuple[int, int]:
         """Returns two indices into the flattened suffix sums: of the row's first bucket, and of the
