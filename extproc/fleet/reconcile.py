@@ -44,10 +44,12 @@ class Reconciliation:
         requests = self._requests
         sampled_at = asked_at + state.scrape_seconds / 2
         own: Indices = (requests.replica == row).nonzero()[0]
+        at_poll = own
         self._correct_steps(row, own, state.steps, now - sampled_at)
-        order = own[requests.prompt_end[own].argsort()]
-        self._correct_prefills(row, order, state, asked_at, now)
-        at_poll = order[requests.sent_at[order] <= sampled_at]
+        if len(own):
+            order = own[requests.prompt_end[own].argsort()]
+            self._correct_prefills(row, order, state, asked_at, now)
+            at_poll = order[requests.sent_at[order] <= sampled_at]
         self._correct_external(row, at_poll, state)
         self._correct_kv(row, at_poll, state, now - sampled_at)
         self._replicas.sampled_at[row] = sampled_at
@@ -58,10 +60,11 @@ class Reconciliation:
         busy = replicas.batch.item(row) > 0
         steps = polled + (age / replicas.decode_step.item(row) if busy else 0.0)
         shift = steps - replicas.steps.item(row)
-        # The step counts at which requests began since the last poll were off by the same shift.
-        since = own[requests.steps_before[own] > replicas.polled_steps.item(row) - 1.0]
-        requests.steps_before[since] += shift
-        requests.until[own] = 0.0
+        if len(own):
+            # The step counts at which requests began since the last poll were off by the same shift.
+            since = own[requests.steps_before[own] > replicas.polled_steps.item(row) - 1.0]
+            requests.steps_before[since] += shift
+            requests.until[own] = 0.0
         replicas.steps[row] = steps
         replicas.polled_steps[row] = polled
 
