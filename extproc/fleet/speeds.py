@@ -86,7 +86,8 @@ class Speeds:
         seconds from first to last token, predicted without correction. ``step``: seconds of a usual
         step when ``predicted`` was computed; 0: the same as now."""
         if (row := self._members.rows.get(replica)) is not None:
-            self.corrections.observe(row, predicted, actual, self._clock(), self._slower(row, step))
+            slower = usual_step(self._replicas, row) / step if step else 1.0
+            self.corrections.observe(row, predicted, actual, self._clock(), slower)
 
     def refresh(self, now: float) -> None:
         if self.corrections.due(now):
@@ -148,9 +149,7 @@ class Speeds:
             max_num_seqs=state.max_num_seqs or max(profile.max_num_seqs * engines, state.running),
             tokens_per_step=state.tokens_per_step,
         )
-        replicas.decode_slowness[row] = usual_step(replicas, row) / profile.step.usual
-        self.corrections.slowed(row, self._slower(row, before))
-
-    def _slower(self, row: int, step: float) -> float:
-        """Returns the seconds of a usual step ÷ the earlier ``step``; 1 if ``step`` is 0."""
-        return usual_step(self._replicas, row) / step if step else 1.0
+        usual = usual_step(replicas, row)
+        replicas.decode_slowness[row] = usual / profile.step.usual
+        if before and before != usual:
+            self.corrections.slowed(row, usual / before)

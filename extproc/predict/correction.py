@@ -55,9 +55,8 @@ class Corrections:
     def slowed(self, row: int, factor: float) -> None:
         """Multiplies the predicted decode times of a replica's past requests by ``factor``, as its
         estimated step times were multiplied."""
-        if factor != 1.0:
-            self._sums[2, row] *= factor
-            self._computed_at = -inf
+        self._sums[2, row] *= factor
+        self._computed_at = -inf
 
     def sums(self, now: float) -> Floats:
         """Returns the recent seconds of decoding, actual in the first row and predicted in the
