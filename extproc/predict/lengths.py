@@ -1,7 +1,7 @@
 """Output lengths: the tokens that a request will generate, learned from requests that ended."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import inf
 
 import numpy as np
@@ -39,13 +39,15 @@ def _prior() -> Floats:
     return sums
 
 
-def _kinds(profile: RequestProfile) -> list[_Kind]:
-    """Kinds of a request, from coarse to fine. Output bounds with the same number of bits share a
+def _kinds(profile: RequestProfile) -> Iterator[_Kind]:
+    """Kinds of a request, from fine to coarse. Output bounds with the same number of bits share a
     kind."""
     bound = 0 if profile.output_bound is None else profile.output_bound.bit_length()
     finest = profile.model, profile.endpoint, profile.stream, bound, profile.tenant
-    sizes = (1, 2, _UNTENANTED, len(finest)) if profile.tenant else (1, 2, _UNTENANTED)
-    return [finest[:size] for size in sizes]
+    if profile.tenant:
+        yield finest
+    for size in (_UNTENANTED, 2, 1):
+        yield finest[:size]
 
 
 class OutputLengths:
@@ -79,7 +81,7 @@ class OutputLengths:
     def row(self, profile: RequestProfile) -> int:
         """Returns the row of the request's finest kind that has a histogram; if none has one, row
         0, which counts all requests."""
-        for kind in reversed(_kinds(profile)):
+        for kind in _kinds(profile):
             if (row := self._rows[len(kind) > _UNTENANTED].get(kind)) is not None:
                 return row
         return 0
@@ -105,7 +107,7 @@ class OutputLengths:
         bound = inf if profile.output_bound is None else profile.output_bound
         if profile.least_output:
             return
-        rows = self._rows_to_learn(_kinds(profile))
+        rows = self._rows_to_learn([*_kinds(profile)][::-1])
         nearest = bisect_left(_LENGTHS_LIST, tokens * 2 ** (-0.5 / _PER_DOUBLING))
         bucket = min(nearest, len(_LENGTHS_LIST) - 1)
         sums = self._sums[:, rows] * _DECAY
@@ -122,7 +124,7 @@ class OutputLengths:
             self._p90.pop(row, None)
 
     def _rows_to_learn(self, kinds: Sequence[_Kind]) -> list[int]:
-        """Rows that learn from a request of these kinds."""
+        """Rows that learn from a request of these kinds, which go from coarse to fine."""
         rows = [0]
         for kind in kinds:
             table = self._rows[len(kind) > _UNTENANTED]
