@@ -137,7 +137,7 @@ def predict(
         ttft, completion = ttft + adapter_s, completion + adapter_s
         avoidable = avoidable + adapter.wasted
     taken, preemptible = view.taken, None
-    if most(view.by_priority) > 0.0:
+    if view.overtaken is not None:
         preemptible, preempted_growth = _preemptible(profile.priority, view, sequences, out)
         taken = np.maximum(taken + view.overtaken - preemptible, 0.0)
         growth = growth - preempted_growth

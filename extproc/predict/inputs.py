@@ -116,9 +116,9 @@ class FleetView(Columns):
     outside_steps: tuple[float, float, float] = 0.0, 0.0, 0.0
     """Coefficients x, y and z of the delay of first tokens beyond the engine's steps
     (:class:`~extproc.predict.correction.FirstTokens`)."""
-    overtaken: Floats | float = 0.0
+    overtaken: Floats | None = None
     """Prompt tokens of requests of lower priority in each replica's queue: the request overtakes
-    them, and ``backlog`` leaves them out."""
+    them, and ``backlog`` leaves them out. None: no candidate schedules by priority."""
 
     def __init__(self, candidates: Candidates, columns: Iterable[tuple[str, Floats]]) -> None:
         self.candidates = candidates
