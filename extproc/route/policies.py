@@ -28,9 +28,9 @@ def as_good(prediction: Prediction, scores: Floats) -> Indices:
     The band of equal scores is narrower if the first token takes most of the completion, and for a
     replica whose KV cache fills, because there a longer completion makes queued requests wait.
     """
-    room = 1.0 - prediction.kv_pressure**2
-    band = _NEAR_TIE * (1.0 - prediction.first_token_share) * room
-    return (scores <= least(scores) * (1.0 + band)).nonzero()[0]
+    lowest = least(scores)
+    band = lowest * _NEAR_TIE * (1.0 - prediction.first_token_share)
+    return (scores <= lowest + band * (1.0 - prediction.kv_pressure**2)).nonzero()[0]
 
 
 def soonest(situation: Situation, equal: Indices) -> Indices:
