@@ -54,13 +54,7 @@ async def admit(exchange: Exchange, phase: str) -> bytes:
         if decision is not None:
             if place is None:
                 services.demand.arrived(decision)
-            view = decision.situation.view
-            fits = profile.longest_prompt <= most(view.longest_prompt)  # or a replica refuses it
-            # Refuse nothing while a replica is untried: only a request can show its speed.
-            if fits and not services.fleet.speeds.untried(view):
-                if place is None:
-                    _refuse_slow_first_token(services, decision)
-                _refuse_late(services, decision)
+            _refuse_late(services, decision, arrives=place is None)
         return decision
 
     decision = decide()
@@ -202,18 +196,25 @@ def _leave_to_envoy(exchange: Exchange, profile: RequestProfile) -> None:
     exchange.undispatched("unrouted")
 
 
-def _refuse_slow_first_token(services: Services, decision: Decision) -> None:
-    """Raises Saturated if every replica's first token would come after ``route.max_ttft_s``."""
-    limit = services.config.route.max_ttft_s
+def _refuse_late(services: Services, decision: Decision, arrives: bool) -> None:
+    """Raises Saturated if the request would be late on every replica: if the first token of a
+    request that ``arrives`` would come after ``route.max_ttft_s``, or if a sheddable request would
+    miss its target.
+
+    While a replica is untried, no request is refused: only a request can show the replica's speed.
+    Nor is a prompt that is too long for every replica: a replica refuses it.
+    """
+    profile, view = decision.profile, decision.situation.view
+    limit = services.config.route.max_ttft_s if arrives else None
+    lateness = decision.situation.late if profile.objective.sheddable else None
+    if limit is None and lateness is None:
+        return
+    if profile.longest_prompt > most(view.longest_prompt) or services.fleet.speeds.untried(view):
+        return
     if limit is not None and (soonest := least(decision.prediction.ttft)) > limit:
         message = f"every replica is busy: the first token would come in {soonest:.2f} s"
         raise Saturated(message, code="saturated", retry_after=soonest - limit)
-
-
-def _refuse_late(services: Services, decision: Decision) -> None:
-    """Raises Saturated if a sheddable request would miss its target on every replica."""
-    lateness, sheddable = decision.situation.late, decision.profile.objective.sheddable
-    if sheddable and lateness is not None and (late := least(lateness)) > 0.0:
+    if lateness is not None and (late := least(lateness)) > 0.0:
         message = f"on every replica the request would miss its target, by {late:.2f} s at least"
         retry_after = max(services.queue.retry_after_s(), late)
         raise Saturated(message, code="too_late", retry_after=retry_after)

@@ -289,7 +289,11 @@ class InFlight:
                 metrics.hits_expected.add(replica, by=hits)
                 metrics.hits_reported.add(replica, by=cached)
         if self._observed is not None:
-            self._observed.measure(predicted, seconds)
+            by_router = self._observed.decision.predicted_completion
+            if isfinite(by_router) and isfinite(predicted):
+                metrics.observed_seconds.add("predicted_router", by=by_router)
+                metrics.observed_seconds.add("predicted_envoy", by=predicted)
+                metrics.observed_seconds.add("actual", by=seconds)
 
 
 class Observed(NamedTuple):
@@ -319,12 +323,3 @@ class Observed(NamedTuple):
         if by_envoy is None:  # the router had excluded the replica
             return None
         return InFlight(services, by_envoy, replica, self.outcome, observed=self)
-
-    def measure(self, by_envoy: float, actual: float) -> None:
-        """Adds completion times (s) to the metrics; ``by_envoy``: prediction for Envoy's choice."""
-        by_router = self.decision.predicted_completion
-        if isfinite(by_router) and isfinite(by_envoy):
-            seconds = self.services.metrics.observed_seconds
-            seconds.add("predicted_router", by=by_router)
-            seconds.add("predicted_envoy", by=by_envoy)
-            seconds.add("actual", by=actual)
