@@ -118,6 +118,9 @@ class FirstTokens:
     def __init__(self) -> None:
         self._equations = np.zeros((3, 4))
         self._solution = [0.0, 0.0, 0.0]
+        self.outside_steps = 0.0, 0.0, 0.0
+        """Coefficients x, y and z: seconds of delay for each second of a step, for each request,
+        and for each prompt token."""
 
     def observe(self, step: float, prompt: float, steps_s: float, actual: float) -> None:
         """Learns from one first token, which came ``actual`` seconds after the decision.
@@ -131,12 +134,8 @@ class FirstTokens:
         row = np.array([step, _REQUEST_S, prompt * _TOKEN_S, late]) / actual
         self._equations = self._equations * _DECAY + np.outer(row[:3], row)
         descend(self._equations, [_PRIOR_WEIGHT] * 3, [0.0] * 3, self._solution)
-
-    @property
-    def outside_steps(self) -> tuple[float, float, float]:
-        """Coefficients x, y and z, each within its bound."""
         each_step, request, token = self._solution
-        return (
+        self.outside_steps = (
             min(each_step, _MOST_STEPS),
             min(request * _REQUEST_S, _MOST_REQUEST_S),
             min(token * _TOKEN_S, _MOST_TOKEN_S),
