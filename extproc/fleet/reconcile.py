@@ -61,7 +61,7 @@ class Reconciliation:
         steps = polled + (age / replicas.decode_step.item(row) if busy else 0.0)
         shift = steps - replicas.steps.item(row)
         if len(own):
-            # The step counts at which requests began since the last poll were off by the same shift.
+            # The counts at which requests began since the last poll were off by the same shift.
             since = own[requests.steps_before[own] > replicas.polled_steps.item(row) - 1.0]
             requests.steps_before[since] += shift
             requests.until[own] = 0.0
