@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -87,6 +88,7 @@ class Discovery:
     timeout_s: float  # of each lookup
     resolve: Resolve = resolve_host
     drains: Drains = field(default_factory=Drains)
+    random: Random = field(default_factory=Random)  # of waits after failed watches
     stays: Callable[[str], bool] = lambda _: False
     clock: Clock = monotonic
 
@@ -171,7 +173,9 @@ class Discovery:
             from extproc.poll.kubernetes import PoolWatch, ServiceWatch  # needs lightkube
 
             kind = PoolWatch if wanted.inference_pool else ServiceWatch
-            self._watches[wanted] = kind(wanted, self.drains.changed.set, self.timeout_s)
+            self._watches[wanted] = kind(
+                wanted, self.drains.changed.set, self.timeout_s, self.random
+            )
 
 
 class Host:

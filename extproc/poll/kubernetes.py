@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 from lightkube.generic_resource import create_namespaced_resource
@@ -48,6 +49,7 @@ class KubernetesWatch:
     wanted: KubernetesPods
     changed: Callable[[], None]  # called when the pods have changed
     timeout_s: float  # longest wait of ``look_up``
+    random: Random  # source of random waits after failures
     pods: dict[str, Pod] = field(init=False, default_factory=dict)  # by ``ip:port``
 
     def __post_init__(self) -> None:
@@ -86,7 +88,7 @@ class KubernetesWatch:
         self, kind: type[Any], changed: Callable[[], None], **selection: dict[str, Any]
     ) -> Reflector:
         where = {"namespace": self.wanted.namespace, **selection}
-        reflector = Reflector(kind, where, changed, str(self.wanted))
+        reflector = Reflector(kind, where, changed, str(self.wanted), self.random)
         self._reflectors.append(reflector)
         return reflector
 

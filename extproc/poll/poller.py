@@ -34,6 +34,7 @@ class Poller:
             config.replicas_file,
             RESOLVE_S,
             drains=into.drains,
+            random=random,
             stays=self._stays,
         )
         self.unread = self._discovery.unread

@@ -46,12 +46,13 @@ class Reflector:
     selection: Mapping[str, Any]  # ``namespace``, and ``labels`` or ``fields`` of the objects
     changed: Callable[[], None]  # called after each list and each event
     source: str  # source of replicas that the objects belong to, for logs
+    random: Random  # source of random waits after failures, so that pollers do not retry together
     objects: dict[str, Any] = field(init=False, default_factory=dict)  # by name
     listed: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.tried = asyncio.Event()  # the first list has succeeded or failed
-        self._backoff = Backoff(_FIRST_WAIT_S, _LONGEST_WAIT_S, Random())
+        self._backoff = Backoff(_FIRST_WAIT_S, _LONGEST_WAIT_S, self.random)
         self._outage = OutageLog(
             log,
             "Kubernetes source cannot be watched: keeping its last pods and retrying",

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from random import Random
 from typing import Any
 
 from aiohttp import web
@@ -29,7 +30,7 @@ class Found:
 
     def __init__(self, **pods: Any) -> None:
         source = ReplicaSource.model_validate({"kubernetes": pods})
-        self.discovery = Discovery([source], None, PATIENCE_S)
+        self.discovery = Discovery([source], None, PATIENCE_S, random=Random(1))
 
     def __enter__(self) -> "Found":
         return self
