@@ -235,7 +235,6 @@ class Recorder:
 
 
 def _fields_of(profile: RequestProfile) -> dict[str, Any]:
-    """Fields of a line that describe the request."""
     prefix, objective = profile.prefix, profile.objective
     return {name: getattr(profile, name) for name in OF_PROFILE} | {
         "estimated_tokens": profile.prompt_tokens,

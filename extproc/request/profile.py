@@ -50,7 +50,6 @@ class RequestProfile:
 
     @property
     def longest_prompt(self) -> float:
-        """Tokens of the longest prompt."""
         return self.prompt_tokens * self.longest_share
 
     def computed_prompt(self, context: float) -> float:

@@ -106,7 +106,6 @@ class Process:
         return (int(user) + int(system)) * _TICK_S
 
     def memory_kb(self) -> float:
-        """Return the resident memory of the process in kB (Linux)."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         (line,) = (line for line in status.splitlines() if line.startswith("VmRSS:"))
         return float(line.split()[1])

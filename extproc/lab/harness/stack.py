@@ -108,7 +108,6 @@ class Stack:
 
     @property
     def process_names(self) -> list[str]:
-        """Names of the processes that the stack starts."""
         replicas = [replica.name for replica in self.replicas if not replica.address]
         shared = [*self.pollers, "redis"] if self.pollers else []
         return [*replicas, *self.routers, *shared, "envoy"]

@@ -216,7 +216,6 @@ class Routers:
         event(self._owner[served.number], served)
 
     def publish(self, state: ReplicaState) -> None:
-        """Give every router a polled state."""
         for node in self.nodes:
             node.fleet.put(state)
 

@@ -51,7 +51,6 @@ class Simulation(ABC):
 
     @property
     def _queued(self) -> int:
-        """Requests that wait at the routers."""
         return sum(len(node.queue) for node in self._routers.nodes)
 
     @abstractmethod

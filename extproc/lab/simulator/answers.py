@@ -232,7 +232,6 @@ class ResponsesReply(Reply):
         }
 
     def response(self, status: str) -> dict[str, Any]:
-        """Return a response that has no output yet."""
         head = {"id": self.id, "object": "response", "created_at": self.created}
         absent = ("error", "incomplete_details", "instructions", "metadata", "temperature", "top_p")
         tools = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
