@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from benchmarks import arguments, fleet, trace
 from benchmarks.arguments import about
@@ -81,11 +82,10 @@ def _zeros(_: Any) -> Callable[..., Floats]:
 def _weight(weight_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Makes a replacement of ``Prediction.cost_weight``: ``weight_of(prediction)``, except that the
     weight stays 1 if the first token does not matter."""
+    return lambda _: property(lambda it: weight_of(it) if it.first_token_matters else 1.0)
 
-    def weight(prediction: Any) -> Any:
-        return weight_of(prediction) if prediction.first_token_matters else 1.0
 
-    return lambda _: property(weight)
+_visible = partial(structs.replace, first_token_matters=True)  # the first token always matters
 
 
 def _first_token_weight(prediction: Any) -> float:
@@ -151,12 +151,13 @@ PARTS = {
         _WEIGHT, _weight(lambda prediction: prediction.kv_pressure**2)
     ),
     "whole cost of invisible first tokens": AblatedPart(
-        f"{_ROUTER}:predict", _predicting("first_token_matters", lambda _: True)
+        _WEIGHT, lambda weight: property(lambda prediction: weight.fget(_visible(prediction)))
     ),
     "avoidable prefill": AblatedPart(
         f"{_ROUTER}:predict",
         _predicting("avoidable", lambda prediction: np.zeros_like(prediction.ttft)),
     ),
+    "weight of the first token": AblatedPart(f"{_COMPLETION}:_FIRST_TOKEN", _constant(0.0)),
     "near ties": AblatedPart(f"{_POLICIES}:_NEAR_TIE", _constant(0.0)),
     "prefix caches": AblatedPart(
         f"{_PREFIXES}:PrefixIndex.hits",

@@ -7,7 +7,7 @@ from msgspec import Struct, field
 
 from extproc.predict.inputs import Excluded
 
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON of ``/decisions``, ``/fleet`` and the page's events.
 
 The version rises with each change of a field. A field may be added or removed: readers of another
@@ -100,6 +100,7 @@ class DecisionRecord(Struct):
     expected_cached_tokens: Figure = None
     predicted_ttft_s: Figure = None
     predicted_completion_s: Figure = None
+    first_token_weight: Figure = None  # of TTFT in the score of the policy ``completion``
     compared: int = 0
     candidates: list[Candidate] = []
     excluded: list[Excluded] = []

@@ -76,6 +76,7 @@ class LoggedDecision(msgspec.Struct, eq=False):
             expected_cached_tokens=_short(decision.cached),
             predicted_ttft_s=_short(decision.predicted_ttft),
             predicted_completion_s=_short(decision.predicted_completion),
+            first_token_weight=_short(decision.prediction.first_token_weight),
             compared=self.compared,
             candidates=self._candidates(most),
             excluded=[*view.excluded[:most]],

@@ -124,7 +124,9 @@ def compare(record: DecisionRecord) -> Comparison:
     }
     legend, hidden = list(_LEGEND), set[str]().union(*(columns for columns, _, _ in _OPTIONAL))
     if record.policy == "completion":
-        legend[-1] += "  score = finish + weight * others."
+        first_token = record.first_token_weight
+        ttft = f" + {figure(first_token)} * TTFT" if first_token else ""
+        legend[-1] += f"  score = finish{ttft} + weight * others."
     for columns, figure_of, explanation in _OPTIONAL:
         if any(map(figure_of, record.candidates)):
             legend += explanation.split("\n")

@@ -9,6 +9,11 @@ from msgspec import Struct
 from extproc.predict.inputs import FleetView, Floats, Indices, Sequences, least, most
 from extproc.request.profile import RequestProfile
 
+_FIRST_TOKEN = 2.0
+"""Largest weight of the time to first token of a stream, against the completion, which contains
+that time already. In simulation first tokens come sooner, and completions no later
+(docs/tried.md)."""
+
 
 class AdapterTimes(Struct, eq=False):
     """Times that a LoRA adapter adds, in seconds, for each candidate of a view."""
@@ -53,6 +58,22 @@ class Prediction(Struct, eq=False):
         for times in (self.ttft, self.completion):
             times[at] -= self.later[at]
         self.queue[at] = self.later[at] = 0.0
+
+    @property
+    def first_token_weight(self) -> float:
+        """Weight of the time to first token (:func:`~extproc.route.policies.completion`).
+
+        0 if the response is not streamed and has no target for its first token, because nobody
+        sees when that token comes. Otherwise ``2·(1 − f)·(1 − kv²)`` with
+        f = ``first_token_share`` and kv the KV pressure of the candidate that ends the request
+        first: where replicas fill, a longer completion makes queued requests wait. 0, too, if the
+        request would wait at the router for that candidate.
+        """
+        soonest = self.completion.argmin()
+        if not self.first_token_matters or self.queue.item(soonest) > 0.0:
+            return 0.0
+        pressure = self.kv_pressure.item(soonest)
+        return _FIRST_TOKEN * (1.0 - self.first_token_share) * (1.0 - pressure**2)
 
     @property
     def cost_weight(self) -> Floats:

@@ -68,14 +68,22 @@ def lowest(scores: Floats, random: Random) -> int:
 
 
 def completion(situation: Situation) -> Floats:
-    """``completion + w·cost to others + avoidable prefill``, in seconds.
+    """``completion + v·TTFT + w·cost to others + avoidable prefill``, in seconds.
+
+    The weight v (:attr:`Prediction.first_token_weight`) is the same for all candidates. So a
+    candidate never loses to another on which the first token and the completion come later, and
+    others lose no less.
 
     The weight w of a streamed request (:attr:`Prediction.cost_weight`) is mostly the square of the
     KV pressure. With free KV space the request's own completion decides. On a full replica, where
     all requests wait, the time that others lose counts as well. With w = 1, long prompts of
     streamed requests would queue behind each other to spare decoding sequences.
     """
-    return situation.prediction.completion + situation.prediction.lost_by_others
+    prediction = situation.prediction
+    scores = prediction.completion + prediction.lost_by_others
+    if weight := prediction.first_token_weight:  # 0·∞ is no number
+        scores += weight * prediction.ttft
+    return scores
 
 
 def round_robin(situation: Situation) -> Floats:

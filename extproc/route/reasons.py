@@ -54,6 +54,7 @@ def _beside(situation: Situation, choice: Choice, second: int) -> str:
         if cached := -more(prediction.cached):
             return f"{text}, and here {cached:.0f} more tokens of the prompt are cached"
         return f"{text}, so one was drawn at random"
+    weights = {"the first token takes": prediction.first_token_weight}  # of other terms: 1
     terms = {
         "requests in flight lose": prediction.cost_weight * prediction.cost_to_others,
         "prefill of what others have cached wastes": prediction.avoidable,
@@ -68,5 +69,7 @@ def _beside(situation: Situation, choice: Choice, second: int) -> str:
             "prefill takes": prediction.prefill,
             "decode takes": prediction.decode,
         } | terms
-    term = max(terms, key=lambda term: more(terms[term]))
+    elif prediction.first_token_matters:
+        terms["the first token takes"] = prediction.ttft
+    term = max(terms, key=lambda term: weights.get(term, 1.0) * more(terms[term]))
     return f"{there} {term} {seconds(more(terms[term]))} more"

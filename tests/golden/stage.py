@@ -55,7 +55,7 @@ _STOP_S = 15.0  # in which a router writes the end of its record
 _LONGEST_SHOWN = 600
 """Characters of a body."""
 _MEASURED = re.compile(
-    r"(_at|_s|_seconds|^at|^seconds|^score|^terms_s\.\w+|^stretch|^cost_weight|output_tokens$|^kv_pressure|^learned\.\w+)$"
+    r"(_at|_s|_seconds|^at|^seconds|^score|^terms_s\.\w+|^stretch|_weight|output_tokens$|^kv_pressure|^learned\.\w+)$"
 )
 """Keys of measured times, and of figures computed from them."""
 _LIBRARY_FAMILIES = ("python_", "process_")

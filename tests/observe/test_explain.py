@@ -78,10 +78,12 @@ async def test_last_decisions_are_a_table(services: Services, show: Run) -> None
     assert lines[lines.index(row) + 1].strip().startswith("llama: r1 finishes it in 0.3")
 
 
+@pytest.mark.parametrize("streamed", [True, False])
 async def test_request_shows_all_candidates_with_terms_that_add_up(
-    services: Services, router: str, explain: Run
+    services: Services, router: str, explain: Run, streamed: bool
 ) -> None:
-    record = decide(services, chat(1234, 50), ID)
+    services.fleet.first_token(services.fleet.dispatch(replica(1), chat(1000, 10)))
+    record = decide(services, replace(chat(1234, 50), stream=streamed), ID)
     outcome = record.outcome
     outcome.served_by, outcome.status = replica(1), 200
     outcome.ttft_s, outcome.completion_s, outcome.output_tokens = 0.062, 0.41, 49
@@ -89,7 +91,7 @@ async def test_request_shows_all_candidates_with_terms_that_add_up(
     text = joined(lines)
     assert lines[0] == f"request   {ID}"
     for words in (
-        "model llama, 1234 prompt tokens",
+        "model llama, streamed, 1234 prompt tokens" if streamed else "model llama, 1234 prompt",
         "output tokens expected of at most 50",
         "chosen r1 (10.0.0.1:8000); for a retry r2 (10.0.0.2:8000)",
         "why r1 finishes it in",
@@ -99,11 +101,17 @@ async def test_request_shows_all_candidates_with_terms_that_add_up(
         assert words in text
     assert [line[:5] for line in lines if line[3:5] in ("r1", "r2")] == [">  r1", "   r2"]
     predictions = record.decision.prediction.completion
+    first_token = re.search(r"score = finish( \+ (\S+) \* TTFT)? \+ weight \* others\.", text)
+    assert first_token
+    assert (first_token[1] is not None) == streamed
     for cells, predicted in zip(candidates(lines)[0], predictions, strict=True):
         ttft = sum(float(cells[name]) for name in ("admit", "prefill"))
         assert float(cells["TTFT"]) == pytest.approx(ttft, abs=0.002)
         assert float(cells["finish"]) == pytest.approx(ttft + float(cells["decode"]), abs=0.003)
         assert float(cells["finish"]) == pytest.approx(predicted, abs=0.01)
+        lost = float(cells["weight"].rstrip("%")) / 100 * float(cells["others"])
+        score = predicted + float(first_token[2] or 0) * ttft + lost
+        assert float(cells["score"]) == pytest.approx(score, abs=0.01)
 
 
 async def test_observed_request_shows_predictions_for_both_choices(

@@ -385,6 +385,14 @@ def test_replica_must_hold_the_longest_prompt(
     assert (decision.replica, decision.second) == chosen
 
 
+def test_stream_goes_to_the_replica_whose_kv_cache_holds_its_prompt(clock: ManualClock) -> None:
+    fleet = fleet_of(clock, H100, A10)
+    fleet.put(state(1, H100, clock, kv_tokens=4_000))
+    decision = decide(fleet, "completion", replace(chat(10_000, 100), stream=True))
+    assert (decision.replica, decision.second) == (replica(2), None)
+    assert decision.choice.scores[0] == np.inf
+
+
 def test_answer_ends_at_the_end_of_the_context(clock: ManualClock) -> None:
     fleet = fleet_of(clock, A10)
     fleet.put(state(1, A10, clock, max_model_len=4_096))
@@ -516,6 +524,64 @@ def test_decision_names_stale_digests_of_other_routers(clock: ManualClock) -> No
     late = decide(fleet, "completion", chat(100, 50))
     assert late.fallback == "load of other routers ignored (newest digest 0.35 s old)"
     assert late.why.startswith(f"{late.fallback}: r")
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_first_token_of_a_stream_counts_beside_its_completion(streamed: bool) -> None:
+    fleet = fleet_of(ManualClock(), H100, A10)
+    fleet.dispatch(replica(1), chat(25_000, 200))
+    decision = decide(fleet, "completion", replace(chat(1000, 60), stream=streamed))
+    prediction = decision.prediction
+    assert prediction.completion.argmin() == 0, "the H100 finishes first"
+    assert decision.replica == replica(2 if streamed else 1)
+    if streamed:
+        later = prediction.ttft[0] - prediction.ttft[1]
+        assert decision.why.endswith(f"but there the first token takes {later:.2f} s more")
+
+
+def test_decision_weighs_the_first_token_against_the_delay_of_others() -> None:
+    fleet = fleet_of(ManualClock(), H100, A10)
+    for _ in range(2):
+        fleet.first_token(fleet.dispatch(replica(1), chat(100, 300)))
+    for _ in range(12):
+        fleet.dispatch(replica(1), chat(5000, 10))
+    decision = decide(fleet, "completion", replace(chat(7000, 60), stream=True))
+    prediction = decision.prediction
+    later = prediction.ttft[0] - prediction.ttft[1]
+    lost = prediction.lost_by_others[0] - prediction.lost_by_others[1]
+    assert prediction.first_token_weight * later < lost < later
+    assert decision.why.endswith(f"but there requests in flight lose {lost:.2f} s more")
+
+
+def test_first_token_does_not_count_if_the_request_waits_for_the_earliest_completion() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, H100, A10)
+    fleet.put(state(1, H100, clock, kv_tokens=30_000))
+    router = Router(fleet, "completion", random.Random(0), backlog=Backlog(clock()))
+    stream = replace(chat(9_000, 300), stream=True)
+    assert decided(router, stream).prediction.first_token_weight > 1.0
+    fleet.first_token(fleet.dispatch(replica(1), chat(20_000, 20)))
+    decision = decided(router, stream)
+    assert decision.prediction.kv_pressure[0] < 1.0
+    assert (decision.replica, decision.prediction.first_token_weight) == (replica(1), 0.0)
+    assert decision.wait_s > 0.0
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_replica_that_is_worse_in_every_term_is_not_chosen(streamed: bool) -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, H100, H100)
+    for number in (1, 2):
+        fleet.put(state(number, H100, clock, kv_tokens=70_000))
+    for _ in range(20):
+        fleet.first_token(fleet.dispatch(replica(1), chat(1500, 300)))
+    for number in (1, 2):
+        fleet.dispatch(replica(number), chat(30_000, 10))
+    decision = decide(fleet, "completion", replace(chat(100, 200), stream=streamed))
+    prediction = decision.prediction
+    for term in ("ttft", "completion", "cost_to_others", "kv_pressure"):
+        assert getattr(prediction, term).argmin() == 1, term
+    assert decision.replica == replica(2)
 
 
 @pytest.mark.parametrize("streamed", [True, False])
