@@ -133,7 +133,7 @@ PARTS = {
         "extproc.predict.step:HardwareProfile.expected_step", _constant(lambda self, _: self.step)
     ),
     "solo rows": AblatedPart("extproc.predict.windows:Windows._solo_request", _returning([])),
-    "limit on new replicas": AblatedPart(f"{_NEW}._at_limit", _returning(())),
+    "limit on new replicas": AblatedPart(f"{_NEW}._without_full", _passing(1)),
     "trial of new replicas": AblatedPart(f"{_SPEEDS}.favour_untried", _returning(None)),
     "first tokens of new replicas": AblatedPart(f"{_SPEEDS}.learn_first_token", _returning(None)),
     "decode correction": AblatedPart(

@@ -4,14 +4,17 @@ Envoy calls the mechanisms health checks, outlier detection, panic threshold and
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from math import inf
+from typing import Any
 
 import numpy as np
 
 from extproc.fleet.condition import FULL_S, TRIAL_S, Condition, is_hung
 from extproc.fleet.digest import REQUESTS
 from extproc.fleet.ejection import LONGEST_EJECTION_S, Ejection
-from extproc.fleet.exclusion_reasons import REASONS, STALLED, UNHEALTHY, Search
+from extproc.fleet.exclusion_reasons import NEW, REASONS, STALLED, UNHEALTHY, Search
 from extproc.fleet.members import ModelNames, Staleness
 from extproc.fleet.tables import Replicas
 from extproc.ground.clock import Clock
@@ -25,8 +28,6 @@ _SUSPECT_S = 2 * LONGEST_EJECTION_S  # longer than the time to a failing replica
 _REMEMBERED_ROWS, _FURTHER = 200_000, 20
 """Rows of all remembered candidates, and rows as which the remembered candidates of a model count
 beside their own: 10 MB."""
-
-_Texts = tuple[tuple[str, str], ...]  # excluded members, each with the reason for people
 
 
 class Eligibility:
@@ -53,7 +54,7 @@ class Eligibility:
         self._stalls_checked_at = clock()
         self._changed = False
         self._next_end = inf  # end of the next exclusion that lasts a fixed time
-        self._candidates: dict[tuple[str, frozenset[str] | None, bool, _Texts], Candidates] = {}
+        self._candidates: dict[tuple[str, frozenset[str] | None, bool], Candidates] = {}
 
     # -- events -----------------------------------------------------------------------------
 
@@ -180,13 +181,13 @@ class Eligibility:
             self._new = [member for member in self.conditions.values() if member.new]
             ends = (end for member in self.conditions.values() for end in member.ends())
             self._next_end = min((end for end in ends if end > now), default=inf)
-        key = model, among, response_visible, self._at_limit() if slow_start and self._new else ()
+        key = model, among, response_visible
         found = self._candidates.get(key)
         if found is None:
             if len(self._candidates) * (len(self.conditions) + _FURTHER) >= _REMEMBERED_ROWS:
                 self._candidates.clear()
             found = self._candidates[key] = self._choose(*key)
-        return found
+        return self._without_full(found) if slow_start and self._new else found
 
     def on_trial(self, candidates: Sequence[str]) -> list[bool]:
         """Returns for each candidate whether it is stalled and due for a trial. The list is empty
@@ -264,16 +265,21 @@ class Eligibility:
 
     # -- the rules --------------------------------------------------------------------------
 
-    def _at_limit(self) -> _Texts:
-        """Returns the new members that have as many requests as slow start allows."""
+    def _without_full(self, found: Candidates) -> Candidates:
+        """Leaves out the new candidates that have as many requests as slow start allows.
+
+        These candidates change with almost every request while a pool starts anew, and a search
+        among a thousand members takes 7 ms.
+        """
         rows, requests = self._rows, self._replicas.all_requests
-        texts = {
-            each.state.id: each.slow_start(requests(rows[each.state.id])) for each in self._new
-        }
-        return tuple((name, why) for name, why in texts.items() if why)
+        search = Search(self._clock(), requests=lambda replica: requests(rows[replica]))
+        new = ((rows[each.state.id], each) for each in self._new)
+        texts = {row: NEW.why(each, search) for row, each in new if row in found.row_set}
+        full = tuple((row, why) for row, why in texts.items() if why)
+        return _without(found, full) if NEW.may_exclude(len(full), len(found.ids)) else found
 
     def _choose(
-        self, model: str, among: frozenset[str] | None, response_visible: bool, at_limit: _Texts
+        self, model: str, among: frozenset[str] | None, response_visible: bool
     ) -> Candidates:
         members = self._rows if among is None else self._rows.keys() & among
         found = usable = [self.conditions[name] for name in members]
@@ -281,7 +287,7 @@ class Eligibility:
         others = {name for name, each in self.conditions.items() if not self._serves(model, each)}
         if len(others) == len(self.conditions):
             others = set()  # the model may be missing from the lists
-        search = Search(self._clock(), model, others, dict(at_limit), response_visible)
+        search = Search(self._clock(), model, others, response_visible)
         for reason in REASONS:
             rejected = {each.state.id: why for each in usable if (why := reason.why(each, search))}
             if reason.may_exclude(len(rejected), len(usable)):
@@ -334,3 +340,17 @@ class Eligibility:
             states = (other.state for other in self.conditions.values())
             member.new = any(other.measured and other.healthy for other in states)
         self._changed |= member.new != was_new
+
+
+@lru_cache(maxsize=16)
+def _without(found: Candidates, excluded: tuple[tuple[int, str], ...]) -> Candidates:
+    """Returns the other candidates, as the same object for the same arguments. ``excluded``: row
+    and reason of each excluded candidate."""
+    places = found.rows.searchsorted([row for row, _ in excluded]).tolist()
+    left = np.delete(np.arange(len(found.ids)), places).tolist()
+    names = "ids", "names", "profiles", "models", "adapters"
+    lists: dict[str, Any] = {name: getattr(found, name) for name in names}
+    lists = {name: [*map(of.__getitem__, left)] for name, of in lists.items() if of}
+    reasons = zip(places, (why for _, why in excluded), strict=True)
+    further = (Excluded(found.ids[place], found.names[place], why) for place, why in reasons)
+    return replace(found, rows=found.rows[left], **lists, excluded=(*found.excluded, *further))

@@ -1,6 +1,6 @@
 """Reasons that exclude a replica: the rule of each, and what ends it."""
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,9 +15,9 @@ class Search(NamedTuple):
     now: float
     model: str = ""
     other_models: Set[str] = frozenset()  # replicas that do not serve the model
-    at_limit: Mapping[str, str] = {}  # replicas in slow start that get no request now, and why
     response_visible: bool = True  # Envoy forwards the response, so the request may be a trial
     trials: bool = True  # the request may be the trial of a stalled replica
+    requests: Callable[[str], float] = lambda _: 0.0  # on a replica; 0: slow start does not matter
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ DRAINING = Reason(
 )
 NEW = Reason(
     "new",
-    lambda replica, search: search.at_limit.get(replica.state.id, ""),
+    lambda replica, search: replica.slow_start(search.requests(replica.state.id)),
     "joining or restarting in a pool in which another healthy replica is measured | polls that "
     f"measured its first second or two of work | no limit | {AT_FIRST} at once; each request that "
     "ends raises this limit by one | all but one",

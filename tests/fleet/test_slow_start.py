@@ -62,6 +62,19 @@ def test_full_new_replica_costs_a_decision_few_bytecodes(clock: ManualClock) -> 
     assert full < 2 * bytecodes(lambda: fleet.view(MODEL))
 
 
+def test_newly_full_new_replica_costs_a_decision_few_bytecodes(clock: ManualClock) -> None:
+    """While a large pool starts anew, the replicas that are full change with each request."""
+    fleet = joined(clock, A10)
+    for other in thousand_states():
+        fleet.put(other)
+    first, *_ = fill(fleet)
+    fleet.release(first)
+    for _ in range(2):
+        fleet.dispatch(NEW, chat(10, 10))
+    assert bytecodes(lambda: fleet.view(MODEL)) < 2 * bytecodes(lambda: fleet.view(MODEL))
+    assert NEW not in fleet.view(MODEL).ids
+
+
 def test_equal_new_replicas_are_predicted_equal(clock: ManualClock) -> None:
     fleet = joined(clock, A10)
     fleet.put(state(4, A10, clock, measured=False))
