@@ -1,5 +1,6 @@
 """Completion time: predicts a request on all candidates at once, in one expression."""
 
+from functools import cached_property
 from math import inf
 from typing import cast
 
@@ -23,7 +24,7 @@ class AdapterTimes(Struct, eq=False):
     wasted: Floats  # delay of other requests: decoding stops, and evicted adapters load again
 
 
-class Prediction(Struct, eq=False):
+class Prediction(Struct, eq=False, dict=True):  # `cached_property` needs the dictionary
     """Predicted times in seconds; arrays have an entry for each candidate of the view."""
 
     output_tokens: float  # expected length of each sequence of the request
@@ -59,7 +60,7 @@ class Prediction(Struct, eq=False):
             times[at] -= self.later[at]
         self.queue[at] = self.later[at] = 0.0
 
-    @property
+    @cached_property
     def first_token_weight(self) -> float:
         """Weight of the time to first token (:func:`~extproc.route.policies.completion`).
 
@@ -67,7 +68,8 @@ class Prediction(Struct, eq=False):
         sees when that token comes. Otherwise ``2·(1 − f)·(1 − kv²)`` with
         f = ``first_token_share`` and kv the KV pressure of the candidate that ends the request
         first: where replicas fill, a longer completion makes queued requests wait. 0, too, if the
-        request would wait at the router for that candidate.
+        request would wait at the router for that candidate. The weight with which the policy scored
+        stays if :meth:`start_now` changes the wait afterwards.
         """
         soonest = self.completion.argmin()
         if not self.first_token_matters or self.queue.item(soonest) > 0.0:

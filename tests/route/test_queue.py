@@ -315,6 +315,18 @@ def test_prompts_ahead_keep_no_request_from_its_cached_prompt() -> None:
     assert there > elsewhere
 
 
+def test_weight_of_the_first_token_stays_as_scored_if_the_request_starts_at_once() -> None:
+    system = QueuedRouter(replicas=2)
+    stream = replace(with_cached_prompt(system, ahead=1200, decoding=0), stream=True)
+    place = Place(stream, system.clock(), 1.0, 1.0)
+    place.last_chance = True
+    decision = decided(system.router, stream, place)
+    prediction, scores = decision.prediction, decision.choice.scores
+    assert (decision.replica, decision.wait_s) == (replica(1), 0.0)
+    scored = prediction.completion + prediction.first_token_weight * prediction.ttft
+    assert scores[1] == pytest.approx(scored[1] + prediction.lost_by_others[1])
+
+
 def test_request_that_starts_before_queued_ones_is_not_late_because_of_them() -> None:
     system = QueuedRouter(replicas=2)
     system.poll(models=(MODEL, "other"))
