@@ -82,7 +82,7 @@ class EnvoyFile(Tree):
 
     @cached_property
     def sources(self) -> set[str]:
-        """From where clusters read the router's choice: ``header``, ``metadata``."""
+        """Sources of the router's choice: ``header``, which clients could set, ``metadata``."""
         of_policies = (name for policy in self.all(OVERRIDE_HOST) for name in sources(policy))
         return {*of_policies, *map(destination, self.all(CLUSTER))} - {""}
 
@@ -121,7 +121,7 @@ class EnvoyFile(Tree):
         ]
 
     def _ext_procs_for(self, route: Node) -> list[Node]:
-        """Return the entries of ext_proc filters that a route enables, but of no other manager."""
+        """Return the entries of ext_proc filters that a route enables, outside other managers."""
         manager = self.around(route, MANAGER)
         return [
             entry

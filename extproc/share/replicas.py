@@ -140,8 +140,8 @@ class StateReader(ChannelReader[Change]):
     """Yields a snapshot of the replica states and then their changes; logs outages of Redis.
 
     After an outage, the reader yields a new snapshot. Redis does not push the expiry of a state;
-    the next snapshot lacks the state. Pushes of the time of a snapshot may follow newer states in
-    the snapshot.
+    the next snapshot lacks the state. A state that was pushed while a snapshot was read may follow
+    the snapshot, although the snapshot has a newer one.
     """
 
     def __init__(self, redis: Redis, pool: str, skips: Skips | None = None) -> None:
