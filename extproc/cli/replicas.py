@@ -183,7 +183,8 @@ def _is_replaceable(replica: PoolReplica, replicas: Sequence[PoolReplica]) -> bo
         and not other.drained
         and other.condition == "healthy"
     ]
-    return bool(others) and set(replica.state.models if replica.state else ()) <= set.union(*others)
+    models = set(replica.state.models if replica.state else ())
+    return bool(others) and models <= set.union(*others)
 
 
 async def _until_empty(states: StateReader, replica: PoolReplica, seconds: float) -> str:

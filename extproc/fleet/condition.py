@@ -66,8 +66,7 @@ class Condition:
             # A page without counters counts no prompt, so it proves nothing.
             if prefilled_sent_at - self.moved_at >= _FROZEN_S and state.prompt_tokens:
                 self.refuted_at = min(self.refuted_at, now)
-            has_work = state.running or state.waiting
-            wrong_since = self.moved_at if idle and has_work else self.refuted_at
+            wrong_since = self.moved_at if idle and _has_work(state) else self.refuted_at
             self.frozen = polled_at - wrong_since >= _FROZEN_S
         changes = _facts(state) != _facts(before)
         if changes:
@@ -79,10 +78,9 @@ class Condition:
         :meth:`~extproc.fleet.members.Staleness.stale` finds it."""
         before, self.stalled = self.stalled, ""
         unmoved_s = self.scraped_at - self.moved_at
-        has_work = self.state.running or self.state.waiting
         if stale:
             self.stalled = _STALE
-        elif has_work and not self.frozen and unmoved_s > STUCK_S:
+        elif _has_work(self.state) and not self.frozen and unmoved_s > STUCK_S:
             self.stalled = _STUCK
         if self.stalled and not before:
             self.trial_at = now + TRIAL_S
@@ -147,6 +145,10 @@ def _facts(state: ReplicaState) -> tuple[object, ...]:
     served = state.models, state.adapters, state.listed
     health = state.healthy, state.problem, state.asleep, is_hung(state)
     return *served, *health, state.ready, state.draining, state.name, state.profile
+
+
+def _has_work(state: ReplicaState) -> bool:
+    return bool(state.running or state.waiting)
 
 
 def _figures(state: ReplicaState) -> tuple[float, ...]:

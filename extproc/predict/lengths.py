@@ -82,7 +82,7 @@ class OutputLengths:
         """Returns the row of the request's finest kind that has a histogram; if none has one, row
         0, which counts all requests."""
         for kind in _kinds(profile):
-            if (row := self._rows[len(kind) > _UNTENANTED].get(kind)) is not None:
+            if (row := self._table(kind).get(kind)) is not None:
                 return row
         return 0
 
@@ -96,6 +96,9 @@ class OutputLengths:
         """Releases a row that :meth:`hold` returned. ``begin``: first of the two indices that
         :meth:`place` returned for the row."""
         self._in_flight[begin // _SUMS] -= 1
+
+    def _table(self, kind: _Kind) -> dict[_Kind, int]:
+        return self._rows[len(kind) > _UNTENANTED]
 
     def observe(self, profile: RequestProfile, tokens: float) -> None:
         """Learns that a sequence of the request ended after ``tokens`` tokens.
@@ -127,7 +130,7 @@ class OutputLengths:
         """Rows that learn from a request of these kinds, which go from coarse to fine."""
         rows = [0]
         for kind in kinds:
-            table = self._rows[len(kind) > _UNTENANTED]
+            table = self._table(kind)
             row = table.pop(kind, None)
             if row is None:
                 free = (old for old, at in table.items() if not (self._in_flight[at] or at in rows))
