@@ -121,7 +121,8 @@ class EnvoyFile(Tree):
         ]
 
     def _ext_procs_for(self, route: Node) -> list[Node]:
-        """Return the entries of ext_proc filters that a route enables, outside other managers."""
+        """Return the entries of ext_proc filters that are enabled for a route, and not part of
+        another connection manager."""
         manager = self.around(route, MANAGER)
         return [
             entry

@@ -74,6 +74,7 @@ class OwnerMap:
         return self._owners.get(key)
 
     def remember(self, key: str, replica: str) -> None:
+        """Stores an owner that another router announced."""
         self._owners[key] = replica
         self._owners.move_to_end(key)
         if len(self._owners) > MAX_OWNERS:

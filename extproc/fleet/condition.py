@@ -104,7 +104,8 @@ class Condition:
         return self.state.problem or "not healthy"
 
     def hung_or_stalled(self, now: float, trials: bool) -> str:
-        """``trials``: a stalled replica that is due for a trial does not count as stalled."""
+        """Returns why the replica counts as hung or stalled, or an empty string. ``trials``: a
+        stalled replica that is due for a trial does not count as stalled."""
         if is_hung(self.state):
             return f"accepts connections, but has answered nothing for {HUNG_S:g} s"
         return "" if trials and now >= self.trial_at else self.stalled

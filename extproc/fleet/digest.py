@@ -46,7 +46,8 @@ class DigestKind(IntEnum):
 class Digest(msgspec.Struct, eq=False, array_like=True):
     """Requests in flight of one router, by replica, and its queue, at one moment.
 
-    For each replica, the newest digest that names the replica counts.
+    For each replica, the newest digest that names the replica counts. The next whole digest makes
+    up for a lost digest.
     """
 
     router: str

@@ -56,6 +56,7 @@ class Ejection:
         return self._seconds()
 
     def begin_trial(self, now: float) -> None:
+        """Ejects the replica until a trial's outcome is known, at most for as long as before."""
         self.on_trial, self.until = True, now + self._seconds()
 
     def _seconds(self) -> float:

@@ -232,7 +232,8 @@ class _ReplicasFile:
 
 
 def names_replicas(config: Config) -> bool:
-    """Returns True if the configuration names a replica or a file; see :func:`require_client`."""
+    """Returns True if the configuration names a replica or a file of replicas; raises ValueError
+    from :func:`require_client`."""
     require_client(config)
     return any(pool.replicas or pool.replicas_file for pool in config.each_pool)
 

@@ -139,7 +139,8 @@ def drop_old_adapter_sets(page: bytearray) -> None:
     """Removes from a page, or its first part, all lines of LoRA adapters except the latest.
 
     vLLM keeps a line for each set of adapters that ever ran together, in each order: up to
-    megabytes. A line's value is the time when the set last ran; raises ScrapeError without one."""
+    megabytes. The value of a line is the time when the set last ran. Raises ScrapeError if a line
+    has no valid value."""
     last = page.rfind(_SET)  # may be incomplete
     if (begin := page.find(_SET, 0, max(last, 0))) >= 0:
         _, *sets = page[begin:last].split(_SET)

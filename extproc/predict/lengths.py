@@ -127,7 +127,8 @@ class OutputLengths:
             self._p90.pop(row, None)
 
     def _rows_to_learn(self, kinds: Sequence[_Kind]) -> list[int]:
-        """Rows that learn from a request of these kinds, which go from coarse to fine."""
+        """Rows that learn from a request of these kinds, which go from coarse to fine. A new row
+        starts as a copy of the row of the next coarser kind."""
         rows = [0]
         for kind in kinds:
             table = self._table(kind)

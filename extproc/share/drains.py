@@ -32,7 +32,8 @@ DRAIN = EnvelopeKind("drain", Drain)
 
 
 class DrainStore:
-    """Reads and writes the commands of one pool: replica (``ip:port``) → True if drained."""
+    """Reads and writes the commands of one pool, as replica (``ip:port``) → True for a drain, False
+    for an undrain."""
 
     def __init__(self, redis: Redis, pool: str, skips: Skips | None = None) -> None:
         self._redis = redis

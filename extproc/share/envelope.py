@@ -49,7 +49,8 @@ class EnvelopeKind(Generic[B]):
 class Skips:
     """Opens envelopes, and counts the parts that this version of the program cannot read.
 
-    ``count``: receives reason (``garbage``, ``unknown_tag`` or ``unknown_field``) and number.
+    ``count`` is called with a reason (``garbage``, ``unknown_tag`` or ``unknown_field``) and a
+    number.
     """
 
     def __init__(self, count: Callable[[str, int], None] = lambda _reason, _number: None) -> None:
@@ -58,7 +59,8 @@ class Skips:
         self._warned_of_version = False
 
     def open(self, source: str, data: Any, *kinds: EnvelopeKind[Any]) -> Any:
-        """Returns the body of an envelope; None if the envelope is unreadable or of no such kind.
+        """Returns the body of an envelope, or None if its kind is not in ``kinds`` or the envelope
+        cannot be read.
 
         ``source``: the key or channel, for the log.
         """

@@ -92,7 +92,8 @@ async def ask_cluster(key: str, connection: Connection, node: Node) -> Node:
 async def _resolve(host: str) -> None:
     """Looks up a name before the connection does, so that an unknown name fails here.
 
-    If a time limit ended the connection's own lookup, uvloop would later log an unawaited failure.
+    If a time limit ended the connection's own lookup, uvloop would later log the lookup's failure,
+    which nobody awaits any more.
     """
     if not is_ip(host):
         try:
