@@ -71,8 +71,10 @@ class Prediction(Struct, eq=False, dict=True):  # `cached_property` needs the di
         request would wait at the router for that candidate. The weight with which the policy scored
         stays if :meth:`start_now` changes the wait afterwards.
         """
+        if not self.first_token_matters:
+            return 0.0
         soonest = self.completion.argmin()
-        if not self.first_token_matters or self.queue.item(soonest) > 0.0:
+        if self.queue.item(soonest) > 0.0:
             return 0.0
         pressure = self.kv_pressure.item(soonest)
         return _FIRST_TOKEN * (1.0 - self.first_token_share) * (1.0 - pressure**2)
